@@ -1,0 +1,43 @@
+# Every target makes its own .venv, from nothing; Python 3.11 is all that must be there.
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+BIN := .venv/bin
+
+.PHONY: setup quickstart check test test-all test-gpu format wheel clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt .ci/install
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	.ci/install .venv
+	@touch $@
+
+quickstart: setup
+	$(BIN)/spot-batch demo
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+# The core of each area: at most 12 minutes on two cores.
+test: check
+	$(BIN)/pytest -m "not slow and not gpu"
+
+# The rest; pytest's 5 is "none collected".
+test-all: setup
+	$(BIN)/pytest -m "slow and not gpu" || [ $$? -eq 5 ]
+
+test-gpu: setup
+	$(BIN)/pytest -m gpu
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: setup
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find spot_batch tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,297 @@
+"""An actor: one engine on one device. Leases go in, published segments come out.
+
+A plain class without ray: `offer` and `collect` may be called from any thread while the engine's
+own thread decodes, so that leases overlap in one batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from spot_batch.decoding import AUTO_BUDGET, Engine, EngineSettings
+from spot_batch.drafters.registry import choose_drafter, load_drafter
+from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, SamplePreparer
+from spot_batch.job import JobSpec
+from spot_batch.records import (
+    Completion,
+    Lease,
+    Outcome,
+    PinnedInput,
+    Progress,
+    Purpose,
+    Receipt,
+)
+from spot_batch.store import JobDirectory, publish_segment
+from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
+
+logger = logging.getLogger(__name__)
+
+AUTO_MAX_SEQUENCES = {"cpu": 16, "cuda": 128}
+# Samples prepared and waiting in the engine, beside those in flight.
+READY_SHARE = 0.5
+# The first rows are published early: a person waits to see them.
+FIRST_ROWS = 3
+IDLE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorInfo:
+    """What an actor is once its models are loaded."""
+
+    index: int
+    pid: int
+    device: str
+    max_sequences: int
+    drafter: str
+    load_s: float
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample that this actor owes: prepared, perhaps in flight, not finished."""
+
+    purpose: Purpose
+    prepared: PreparedSample
+
+
+class Actor:
+    """One engine thread over the target and drafter of a job. Call `stop` at the end."""
+
+    def __init__(self, out: Path, index: int, *, device: str = "auto") -> None:
+        # The model code of transformers takes seconds to import, and only actors need it.
+        from spot_batch.targets.qwen3 import load_target
+
+        started_s = time.monotonic()
+        self._job = JobDirectory.open(out)
+        self._name = f"actor-{index}"
+        spec = self._job.spec
+        torch.set_num_threads(cpu_threads(spec))
+        where = torch.device(_device(device))
+        info = model_info(spec)
+        drafter = choose_drafter(wanted_drafter(spec), info)
+        tokenizer = load_tokenizer(info.path)
+        self._engine = Engine(
+            load_target(
+                info,
+                dtype=spec.model.target.dtype,
+                device=where,
+                canonical=spec.speculation.numerics == "canonical",
+            ),
+            load_drafter(drafter, block_length=info.block_length, device=where),
+            engine_settings(spec, where),
+        )
+        self._tokenizer = tokenizer
+        self._preparer = sample_preparer(spec, self._job.pinned, info, tokenizer)
+        self._max_sequences = engine_settings(spec, where).max_sequences
+        self._publish_s = spec.scheduling.publish_seconds
+        self._queue: deque[tuple[Purpose, int]] = deque()
+        self._samples: dict[int, _Sample] = {}
+        self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
+        self._receipts: list[Receipt] = []
+        self._last_publish_s = time.monotonic()
+        self._has_published = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self.info = ActorInfo(
+            index=index,
+            pid=os.getpid(),
+            device=str(where),
+            max_sequences=self._max_sequences,
+            drafter=drafter.name,
+            load_s=time.monotonic() - started_s,
+        )
+        self._started_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def offer(self, lease: Lease) -> None:
+        """Take on a lease; its samples join the batch as there is room."""
+        with self._changed:
+            self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float) -> Progress:
+        """What was published since the last call; waits for something until the time is up.
+
+        Raises what ended the engine's thread, if anything did.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._receipts or self._failure or not self._thread.is_alive(),
+                timeout=timeout_s,
+            )
+            receipts, self._receipts = tuple(self._receipts), []
+            if self._failure is not None and not receipts:
+                raise self._failure
+            num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
+            return Progress(
+                receipts=receipts,
+                num_in_flight=num_active,
+                num_waiting=max(0, num_owed - num_active),
+                num_unpublished=sum(len(outcomes) for outcomes in self._finished.values()),
+                elapsed_s=time.monotonic() - self._started_s,
+            )
+
+    def stop(self) -> Progress:
+        """Publish what is finished and end the thread; samples in flight are given up."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+        return self.collect(0.0)
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(cpu_threads(self._job.spec))  # OpenMP counts by thread
+        try:
+            while not self._stopping:
+                self._admit()
+                for completion in self._engine.step() if self._engine.has_work else ():
+                    self._finish(completion)
+                self._publish_if_due()
+                self._wait_for_work()
+            self._publish()
+        except BaseException as error:  # handed to whoever calls collect
+            logger.exception("%s: the engine stopped", self._name)
+            with self._changed:
+                self._failure = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Prepare queued samples until the engine has a few to spare."""
+        room = int(self._max_sequences * (1 + READY_SHARE)) - len(self._samples)
+        if room < 1 or not self._queue:
+            return
+        taken = self._take(room)
+        for purpose in ("data", "audit"):
+            ids = [sample_id for kind, sample_id in taken if kind == purpose]
+            if not ids:
+                continue
+            for prepared in self._preparer.prepare(ids, draft_free=purpose == "audit"):
+                if prepared.request is None:
+                    assert prepared.error is not None
+                    self._finished[purpose].append(prepared.outcome(prepared.error))
+                    continue
+                self._samples[prepared.sample_id] = _Sample(purpose, prepared)
+                self._engine.add(prepared.request)
+
+    def _take(self, room: int) -> list[tuple[Purpose, int]]:
+        """Up to `room` queued samples; one that is in flight for the other purpose waits for it."""
+        taken: list[tuple[Purpose, int]] = []
+        held: list[tuple[Purpose, int]] = []
+        ids = set(self._samples)
+        with self._changed:
+            while self._queue and len(taken) < room:
+                purpose, sample_id = self._queue.popleft()
+                (held if sample_id in ids else taken).append((purpose, sample_id))
+                ids.add(sample_id)
+            self._queue.extendleft(reversed(held))
+        return taken
+
+    def _finish(self, completion: Completion) -> None:
+        sample = self._samples.pop(completion.sample_id)
+        text = self._tokenizer.decode(
+            completion.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
+
+    def _publish_if_due(self) -> None:
+        idle = not self._samples and not self._queue
+        late = time.monotonic() - self._last_publish_s >= self._publish_s
+        first = not self._has_published and len(self._finished["data"]) >= FIRST_ROWS
+        if idle or late or first:
+            self._publish()
+
+    def _publish(self) -> None:
+        receipts = []
+        for purpose, outcomes in self._finished.items():
+            if outcomes:
+                receipts.append(
+                    publish_segment(self._job, outcomes, purpose=purpose, actor=self._name)
+                )
+                self._finished[purpose] = []
+        if receipts:
+            self._last_publish_s = time.monotonic()
+            self._has_published = True
+            with self._changed:
+                self._receipts += receipts
+                self._changed.notify_all()
+
+    def _wait_for_work(self) -> None:
+        if self._engine.has_work:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+
+
+def model_info(spec: JobSpec) -> ModelInfo:
+    """The spec's target, looked up; no weights are loaded."""
+    target = spec.model.target
+    return resolve_model(
+        target.path,
+        revision=target.revision,
+        block_length=target.block_length,
+        mask_id=target.mask_id,
+    )
+
+
+def wanted_drafter(spec: JobSpec) -> str:
+    """What `choose_drafter` is asked for; draft-free jobs load none."""
+    if spec.speculation.budget == 0:
+        return "none"
+    return spec.model.drafter.path or spec.model.drafter.kind
+
+
+def cpu_threads(spec: JobSpec) -> int:
+    """Threads of an actor. `auto` is one, however many actors there are: it decides the bits."""
+    return 1 if spec.resources.cpu_threads == "auto" else spec.resources.cpu_threads
+
+
+def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:
+    budget, slots = spec.speculation.budget, spec.engine.max_sequences
+    return EngineSettings(
+        max_sequences=AUTO_MAX_SEQUENCES[device.type] if slots == "auto" else slots,
+        budget=AUTO_BUDGET if budget == "auto" else budget,
+        gamma=spec.speculation.gamma,
+        crossing=spec.speculation.crossing,
+    )
+
+
+def sample_preparer(
+    spec: JobSpec, pinned: PinnedInput, info: ModelInfo, tokenizer: PreTrainedTokenizerFast
+) -> SamplePreparer:
+    """What turns a job's sample ids into requests."""
+    renderer = PromptRenderer(
+        spec,
+        pinned,
+        tokenizer,
+        max_context=info.max_context,
+        block_length=info.block_length,
+        mask_id=info.mask_id,
+    )
+    return SamplePreparer(
+        spec,
+        pinned,
+        InputReader(pinned),
+        renderer,
+        stop_ids=info.stop_ids,
+        confidence=info.family.confidence,
+    )
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"

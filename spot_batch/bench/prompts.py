@@ -1,0 +1,63 @@
+"""Prompts for benchmarks: a JSON-lines file's questions, as one user turn each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spot_batch.inputs.ids import noise_key
+from spot_batch.records import Request, SamplingParams
+from spot_batch.targets.registry import ModelInfo, load_tokenizer
+
+_COLUMNS = ("question", "prompt", "instruction", "text")
+_PACKAGED = Path(__file__).parent.parent / "assets" / "prompts.jsonl"
+
+
+def read_questions(path: Path | None, *, limit: int) -> list[str]:
+    """The first `limit` prompts of a JSON-lines file (the packaged ones without a path).
+
+    Raises ValueError naming the file and line where there is none.
+    """
+    path = path or _PACKAGED
+    questions = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines[:limit], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        name = next((name for name in _COLUMNS if isinstance(row.get(name), str)), None)
+        if name is None:
+            raise ValueError(f"{path}, line {number}: none of {', '.join(_COLUMNS)} is a string")
+        questions.append(row[name])
+    if not questions:
+        raise ValueError(f"{path}: holds no prompts")
+    return questions
+
+
+def make_requests(
+    info: ModelInfo, questions: list[str], params: SamplingParams, *, seed: int = 0
+) -> list[Request]:
+    """A request a question, as a job would make it."""
+    tokenizer = load_tokenizer(info.path)
+    requests = []
+    for index, question in enumerate(questions):
+        text: str = question
+        if info.has_chat_template:
+            rendered = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            assert isinstance(rendered, str)
+            text = rendered
+        requests.append(
+            Request(
+                sample_id=index,
+                prompt_ids=tuple(tokenizer.encode(text, add_special_tokens=False)),
+                noise_key=noise_key(seed, str(index), 0),
+                params=params,
+            )
+        )
+    return requests

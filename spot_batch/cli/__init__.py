@@ -1,0 +1,5 @@
+"""The command line: parse, load the spec, call one function. Heavy imports stay in commands."""
+
+from spot_batch.cli.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,272 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from spot_batch.cli import specs
+
+app = typer.Typer(
+    name="spot-batch",
+    help="Exact batch inference for block-diffusion language models: prompts in, Arrow out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+DEMO_OUT = Path("spot-batch-demo")
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+Input = Annotated[
+    list[str] | None,
+    typer.Option("-i", "--input", help="File, folder, pattern or hub dataset; may be repeated."),
+]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="The job directory.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled.")]
+DrafterOption = Annotated[
+    str | None, typer.Option(help="auto, none, ranking, or a drafter's path.")
+]
+Prompt = Annotated[str | None, typer.Option(help="The prompt's column.")]
+System = Annotated[str | None, typer.Option(help="System message of every prompt.")]
+N = Annotated[int | None, typer.Option("-n", help="Samples a row.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="The longest answer.")]
+Seed = Annotated[int | None, typer.Option(help="Decides the noise, together with the row's id.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", help="Any key of the spec, as in generation.top_p=0.9.")
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first rows.")]
+Actors = Annotated[str | None, typer.Option(help="auto, or how many.")]
+Name = Annotated[str | None, typer.Option(help="The job's name.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout at the end.")]
+
+
+def speaking_plainly(command: Command) -> Command:
+    """One clear message and the right exit code, where a person can do something about it."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        # Libraries keep quiet; the environment of ray and its workers is set in the driver.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        warnings.filterwarnings("ignore", module=r"transformers\.")
+        try:
+            code = command(*args, **kwargs)
+        except ValueError as error:
+            _fail(str(error), 2)
+        except OSError as error:
+            from spot_batch.store import StorageFull
+
+            if isinstance(error, StorageFull):
+                _fail(str(error), 75)
+            raise
+        except KeyboardInterrupt:
+            _fail("interrupted", 75)
+        raise typer.Exit(int(code or 0))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    from spot_batch.cli.screen import printable
+
+    sys.stderr.write(f"spot-batch: {printable(message)}\n")
+    raise typer.Exit(code)
+
+
+@app.command()
+@speaking_plainly
+def submit(
+    spec: Annotated[
+        str | None, typer.Argument(help="A YAML file or a packaged spec's name; none is needed.")
+    ] = None,
+    inputs: Input = None,
+    output: Output = None,
+    model: Model = None,
+    drafter: DrafterOption = None,
+    prompt: Prompt = None,
+    system: System = None,
+    n: N = None,
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: Seed = None,
+    sets: Sets = None,
+    limit: Limit = None,
+    actors: Actors = None,
+    name: Name = None,
+    save_spec: Annotated[
+        Path | None, typer.Option(help="Write the resolved spec to this file.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would run, and stop.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Run a job. The same command again resumes it, or follows it while it runs."""
+    from spot_batch.cli import running
+    from spot_batch.job import load_spec
+
+    overrides = _overrides(
+        inputs=inputs,
+        sets=sets,
+        values={
+            "output.path": str(output) if output is not None else None,
+            "model.target": model,
+            "model.drafter": drafter,
+            "input.prompt": prompt,
+            "input.system": system,
+            "input.limit": limit,
+            "generation.n": n,
+            "generation.temperature": temperature,
+            "generation.max_new_tokens": max_new_tokens,
+            "generation.seed": seed,
+            "resources.actors": actors,
+            "name": name,
+        },
+    )
+    loaded = load_spec(specs.find(spec) if spec is not None else None, overrides)
+    out = Path(loaded.output.path) if loaded.output.path is not None else Path("out") / loaded.name
+    return running.submit(loaded, out, as_json=as_json, dry_run=dry_run, save_spec=save_spec)
+
+
+@app.command()
+@speaking_plainly
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The job directory.")] = DEMO_OUT,
+    actors: Actors = None,
+    as_json: Json = False,
+) -> int:
+    """Run the packaged quickstart: bundled model, packaged prompts."""
+    from spot_batch.cli import running
+    from spot_batch.job import load_spec
+
+    overrides = _overrides(
+        inputs=None,
+        sets=None,
+        values={"output.path": str(output), "resources.actors": actors},
+    )
+    return running.submit(
+        load_spec(specs.folder() / "quickstart.yaml", overrides), output, as_json=as_json
+    )
+
+
+@app.command()
+@speaking_plainly
+def resume(
+    out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
+) -> int:
+    """Go on with the job in a directory, or follow it while it runs."""
+    from spot_batch.cli import running
+
+    return running.resume(out, as_json=as_json)
+
+
+@app.command()
+@speaking_plainly
+def status(
+    out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
+) -> int:
+    """How far a job is, from its directory alone."""
+    from spot_batch.cli.status import show_status
+
+    return show_status(out, as_json=as_json)
+
+
+@app.command()
+@speaking_plainly
+def validate(
+    spec: Annotated[
+        str | None, typer.Argument(help="A YAML file or a packaged spec's name.")
+    ] = None,
+    inputs: Input = None,
+    model: Model = None,
+    prompt: Prompt = None,
+    sets: Sets = None,
+    limit: Limit = None,
+    as_json: Json = False,
+) -> int:
+    """Check spec, input and prompts without a device: nothing is generated."""
+    from spot_batch.cli.validation import show_validation
+    from spot_batch.job import load_spec
+
+    overrides = _overrides(
+        inputs=inputs,
+        sets=sets,
+        values={"model.target": model, "input.prompt": prompt, "input.limit": limit},
+    )
+    loaded = load_spec(specs.find(spec) if spec is not None else None, overrides)
+    return show_validation(loaded, as_json=as_json)
+
+
+@app.command()
+@speaking_plainly
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("job.yaml"),
+) -> None:
+    """Write a commented spec to start from."""
+    text = specs.TEMPLATE.read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{path}: is there already; give another name") from None
+    print(f"{path} written; next: spot-batch validate {path}")
+
+
+@app.command()
+@speaking_plainly
+def jobs(
+    name: Annotated[str | None, typer.Argument(help="Print this spec.")] = None,
+    path: Annotated[bool, typer.Option("--path", help="Print its path instead.")] = False,
+) -> None:
+    """List the packaged specs, or print one."""
+    if name is None:
+        for spec in specs.packaged():
+            print(f"{spec.stem:<12} {spec if path else specs.about(spec)}")
+        return
+    found = specs.find(name)
+    if found not in specs.packaged():
+        known = ", ".join(spec.stem for spec in specs.packaged())
+        raise ValueError(f"no packaged spec named {name!r}; there are: {known}")
+    print(found if path else found.read_text(encoding="utf-8"), end="\n" if path else "")
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from spot_batch import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def _overrides(
+    *, inputs: list[str] | None, sets: list[str] | None, values: dict[str, object]
+) -> dict[str, object]:
+    """Dotted keys, a flag over `--set` over the file. Another input is read in its own way."""
+    from spot_batch.job import parse_override
+
+    overrides: dict[str, object] = {}
+    if inputs:
+        overrides |= {
+            "input.source": inputs,
+            "input.format": "auto",
+            "input.config": None,
+            "input.revision": None,
+        }
+    overrides |= dict(parse_override(each) for each in sets or ())
+    overrides |= {key: value for key, value in values.items() if value is not None}
+    return overrides

@@ -1,0 +1,173 @@
+"""Submitting and resuming: plan, show, run, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from spot_batch.cli.screen import (
+    JobScreen,
+    Screen,
+    resume_command,
+    show_commands,
+    show_plan,
+    show_results,
+)
+from spot_batch.driver.plan import JobPlan, plan_job, plan_of
+from spot_batch.driver.progress import ENDED, Exit
+from spot_batch.driver.run import JobResult, run_job
+from spot_batch.job import JobSpec, diff_fields, dump_spec
+from spot_batch.records import Heartbeat
+from spot_batch.store import (
+    DriverAlive,
+    JobDirectory,
+    SpecConflict,
+    acquire_driver_lease,
+    read_driver,
+    read_heartbeat,
+)
+from spot_batch.store.lease import is_alive
+
+FOLLOW_S = 0.5
+
+
+def submit(
+    spec: JobSpec,
+    out: Path,
+    *,
+    as_json: bool = False,
+    dry_run: bool = False,
+    save_spec: Path | None = None,
+) -> int:
+    """Run a job in this process, resume it, or follow the process that runs it already."""
+    screen = Screen(to_stderr=as_json)
+    directory = JobDirectory(out)
+    if not dry_run:
+        directory.check_usable()
+    plan = plan_job(spec, out)
+    if save_spec is not None:
+        save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
+        screen.line(f"spec written to {save_spec}")
+    show_plan(screen, plan, out)
+    if dry_run:
+        screen.line("dry run: nothing was started")
+        if as_json:
+            print(json.dumps({"out": str(out), "fingerprint": plan.fingerprint, **plan.fields}))
+        return Exit.COMPLETE
+
+    def begin() -> JobDirectory:
+        return directory.create_or_open(
+            plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+        )
+
+    return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
+
+
+def resume(out: Path, *, as_json: bool = False) -> int:
+    """Go on with the job in a directory; nothing but the directory is needed."""
+    screen = Screen(to_stderr=as_json)
+    job = JobDirectory.open(out)
+    plan = plan_of(job)
+    show_plan(screen, plan, out)
+    return _run_or_follow(screen, job, plan, lambda: job, as_json=as_json)
+
+
+def _run_or_follow(
+    screen: Screen,
+    directory: JobDirectory,
+    plan: JobPlan,
+    begin: Callable[[], JobDirectory],
+    *,
+    as_json: bool,
+) -> int:
+    show_commands(screen, directory.root)
+    while True:
+        try:
+            with acquire_driver_lease(directory) as lease:
+                job = begin()
+                with JobScreen(screen, job) as progress:
+                    result = run_job(job, plan.facts, progress, lease=lease)
+            return _say_end(screen, job, result, progress.last, as_json=as_json)
+        except DriverAlive as alive:
+            _check_same(directory, plan)
+            screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
+            heartbeat = _follow(screen, directory)
+            if heartbeat is None:
+                screen.line("its driver is gone: going on with the job here")
+                continue
+            return _say_followed(screen, directory, heartbeat, as_json=as_json)
+
+
+def _check_same(directory: JobDirectory, plan: JobPlan) -> None:
+    """SpecConflict where the running job is another one."""
+    if not directory.exists:
+        return  # its driver is about to write what it is
+    job = JobDirectory.open(directory.root)
+    if job.fingerprint != plan.fingerprint:
+        now = json.loads(json.dumps(plan.fields))
+        raise SpecConflict(str(directory.root), tuple(diff_fields(job.fields, now)))
+
+
+def _follow(screen: Screen, directory: JobDirectory) -> Heartbeat | None:
+    """Show another driver's progress; its last word, or None where it died without one."""
+    with JobScreen(screen, directory) as progress:
+        while True:
+            record = read_driver(directory)
+            alive = record is not None and is_alive(record)
+            heartbeat = read_heartbeat(directory)
+            if heartbeat is not None and heartbeat.state not in ENDED:
+                progress.update(heartbeat)
+            if not alive:
+                ended = heartbeat is not None and heartbeat.state in ENDED
+                return heartbeat if ended else None
+            time.sleep(FOLLOW_S)
+
+
+def _say_end(
+    screen: Screen,
+    job: JobDirectory,
+    result: JobResult,
+    heartbeat: Heartbeat | None,
+    *,
+    as_json: bool,
+) -> int:
+    if result.summary is not None:
+        show_results(screen, job, result.summary, heartbeat)
+    style = "" if result.exit_code == Exit.COMPLETE else "bold yellow"
+    screen.line(result.message, style=style)
+    if result.exit_code == Exit.RESUMABLE:
+        screen.line(f"to go on: {resume_command(job.root)}", style="bold")
+    if as_json:
+        _print_json(job, result.exit_code, result.message, heartbeat)
+    return result.exit_code
+
+
+def _say_followed(
+    screen: Screen, directory: JobDirectory, heartbeat: Heartbeat, *, as_json: bool
+) -> int:
+    code = Exit.BUG if heartbeat.exit_code is None else heartbeat.exit_code
+    screen.line(heartbeat.message)
+    if code == Exit.RESUMABLE:
+        screen.line(f"to go on: {resume_command(directory.root)}", style="bold")
+    if as_json:
+        _print_json(directory, code, heartbeat.message, heartbeat)
+    return code
+
+
+def _print_json(
+    job: JobDirectory, exit_code: int, message: str, heartbeat: Heartbeat | None
+) -> None:
+    document: dict[str, object] = {
+        "out": str(job.root),
+        "exit_code": int(exit_code),
+        "message": message,
+        "state": heartbeat.state if heartbeat is not None else "complete",
+        "tokens_per_s": round(heartbeat.tokens_per_s, 1) if heartbeat is not None else None,
+        "summary": None,
+    }
+    with suppress(FileNotFoundError):
+        document["summary"] = json.loads(job.summary_path.read_text(encoding="utf-8"))
+    print(json.dumps(document, ensure_ascii=True))

@@ -1,0 +1,269 @@
+"""What a person sees: plain text, whatever the model or the prompt tries to do to the terminal."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spot_batch.driver.progress import describe
+from spot_batch.records import Heartbeat, Receipt
+
+if TYPE_CHECKING:
+    from spot_batch.driver.plan import JobPlan
+    from spot_batch.store import JobDirectory, Summary
+
+PLAIN_LINE_S = 30.0
+NUM_FIRST_SAMPLES = 3
+NUM_LAST_SAMPLES = 5
+_KEPT_CONTROLS = "\n\t"
+# Marks that reorder what stands around them: a text could pass for another.
+_REORDERING = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)))
+
+
+def printable(text: str) -> str:
+    """The text with control and reordering characters spelled out, so that it stays text."""
+    return "".join(
+        char
+        if char in _KEPT_CONTROLS
+        or (unicodedata.category(char) not in ("Cc", "Cs") and char not in _REORDERING)
+        else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def shortened(text: str, *, num_lines: int, num_chars: int) -> str:
+    """The beginning of a text, with a note of what was left out."""
+    kept = "\n".join(text[:num_chars].split("\n")[:num_lines])
+    left = len(text) - len(kept)
+    return kept if left <= 0 else f"{kept} … ({left:,} more characters)"
+
+
+class Screen:
+    """Writes to one console; nothing that it is given can carry markup or escapes."""
+
+    def __init__(self, *, to_stderr: bool = False) -> None:
+        self.console = Console(stderr=to_stderr, highlight=False, markup=False, soft_wrap=True)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        self.console.print(Text(printable(text), style=style))
+
+    def facts(self, facts: Sequence[tuple[str, str]]) -> None:
+        """Names and values in two columns."""
+        width = max(len(name) for name, _ in facts)
+        for name, value in facts:
+            first, *rest = printable(value).split("\n")
+            self.console.print(Text.assemble((f"{name:<{width}}  ", "bold"), first))
+            for each in rest:
+                self.console.print(Text(f"{'':<{width}}  {each}"))
+
+    def quoted(self, text: str, *, num_lines: int = 12, num_chars: int = 1_000) -> None:
+        """Somebody else's text, set off from ours."""
+        for each in printable(shortened(text, num_lines=num_lines, num_chars=num_chars)).split(
+            "\n"
+        ):
+            self.console.print(Text("  | " + each, style="dim"))
+
+    def pair(self, prompt: str, answer: str) -> None:
+        self.console.print()
+        for label, text in (("prompt", prompt), ("answer", answer)):
+            shown = printable(shortened(text, num_lines=8, num_chars=600))
+            self.console.print(
+                Text.assemble((f"  {label}  ", "bold"), shown.replace("\n", "\n" + " " * 10))
+            )
+
+
+class JobScreen:
+    """The progress of one job: a live display on a terminal, plain lines elsewhere."""
+
+    def __init__(self, screen: Screen, job: JobDirectory) -> None:
+        self.last: Heartbeat | None = None
+        self._screen = screen
+        self._job = job
+        self._live: Live | None = None
+        self._num_shown = 0
+        self._next_line_s = 0.0
+        self._state = ""
+
+    def __enter__(self) -> JobScreen:
+        if self._screen.console.is_terminal:
+            self._live = Live(console=self._screen.console, refresh_per_second=4, transient=True)
+            self._live.__enter__()
+        self._handler = _LogLines(self._screen)
+        logging.getLogger("spot_batch").addHandler(self._handler)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        logging.getLogger("spot_batch").removeHandler(self._handler)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self.last is not None:
+            self._screen.line(describe(self.last))
+
+    def update(self, heartbeat: Heartbeat) -> None:
+        self.last = heartbeat
+        if self._live is not None:
+            self._live.update(_display(heartbeat))
+            return
+        now_s = time.monotonic()
+        if heartbeat.state != self._state and heartbeat.exit_code is None:
+            self._state = heartbeat.state
+            self._screen.line(f"{heartbeat.state} …")
+            self._next_line_s = now_s + PLAIN_LINE_S
+        elif now_s >= self._next_line_s:
+            self._next_line_s = now_s + PLAIN_LINE_S
+            self._screen.line(describe(heartbeat))
+
+    def note(self, message: str) -> None:
+        self._screen.line(message)
+
+    def published(self, receipt: Receipt) -> None:
+        """Show the first samples that land."""
+        if self._num_shown >= NUM_FIRST_SAMPLES:
+            return
+        from spot_batch.cli.samples import pairs_of_segment
+
+        for prompt, answer in pairs_of_segment(self._job, receipt.name):
+            if self._num_shown < NUM_FIRST_SAMPLES:
+                self._num_shown += 1
+                self._screen.pair(prompt, answer)
+
+
+class _LogLines(logging.Handler):
+    """Warnings of the package, above the live display instead of through it."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.line(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
+
+
+def _display(heartbeat: Heartbeat) -> Group:
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        Text(heartbeat.state),
+        ProgressBar(total=max(1, heartbeat.num_samples), completed=heartbeat.num_durable, width=40),
+        Text(f"{heartbeat.num_durable:,}/{heartbeat.num_samples:,}"),
+    )
+    return Group(bar, Text(describe(heartbeat), style="dim"))
+
+
+def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
+    """What will run and where, before any model loads."""
+    spec, info = plan.spec, plan.info
+    generation = spec.generation
+    how = "greedy"
+    if generation.temperature:
+        how = f"temperature {generation.temperature:g}"
+        how += f", top_p {generation.top_p:g}" if generation.top_p != 1.0 else ""
+        how += f", top_k {generation.top_k}" if generation.top_k else ""
+    budget = spec.speculation.budget
+    screen.facts(
+        [
+            ("job", f"{spec.name} ({plan.fingerprint[:12]})"),
+            ("output", str(out)),
+            (
+                "input",
+                f"{plan.pinned.num_rows:,} rows, prompts in column "
+                f"{plan.pinned.prompt_column!r}" + _faults(plan),
+            ),
+            ("target", f"{info.name}: {info.family.name}, blocks of {info.block_length}"),
+            ("drafter", f"{plan.drafter.name}: {plan.drafter.why}; budget {budget}"),
+            (
+                "generation",
+                f"{how}, at most {generation.max_new_tokens} new tokens, n {generation.n}, "
+                f"seed {generation.seed}",
+            ),
+        ]
+    )
+    for sample in plan.first(1):
+        if sample.request is None:
+            reason = sample.error.message if sample.error is not None else "unknown"
+            screen.line(f"first prompt: cannot be used: {reason}", style="yellow")
+        else:
+            screen.line(f"first prompt, {len(sample.request.prompt_ids)} tokens:", style="bold")
+            screen.quoted(sample.prompt_text)
+
+
+def _faults(plan: JobPlan) -> str:
+    pinned = plan.pinned
+    if not pinned.num_faults:
+        return ""
+    return f"; {pinned.num_faults:,} rows are unusable, the first: {pinned.faults[0]}"
+
+
+def resume_command(out: Path) -> str:
+    return f"spot-batch resume {shlex.quote(str(out))}"
+
+
+def show_commands(screen: Screen, out: Path) -> None:
+    """What is worth typing next."""
+    screen.facts(
+        [
+            ("meanwhile", f"spot-batch status {shlex.quote(str(out))}"),
+            ("stop", "Ctrl-C flushes and stops; twice stops at once"),
+            ("go on", resume_command(out)),
+        ]
+    )
+
+
+def show_results(
+    screen: Screen, job: JobDirectory, summary: Summary, heartbeat: Heartbeat | None
+) -> None:
+    """The end of a job: samples, savings, the check, and how to load the data."""
+    from spot_batch.cli.samples import first_pairs
+
+    for prompt, answer in first_pairs(job, NUM_LAST_SAMPLES):
+        screen.pair(prompt, answer)
+    screen.line()
+    totals = summary.totals
+    rows = f"{totals.num_completions:,} in data/"
+    if totals.num_errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in totals.error_codes.items())
+        rows += f", {totals.num_errors:,} in errors/ ({codes})"
+    tokens = f"{totals.num_tokens:,}"
+    if heartbeat is not None and heartbeat.tokens_per_s > 0:
+        tokens += f", {heartbeat.tokens_per_s:,.0f} a second"
+    saved = totals.num_draft_free_forwards - totals.num_forwards
+    facts = [
+        ("rows", rows),
+        ("tokens", tokens),
+        (
+            "forwards",
+            f"{totals.num_forwards:,} where draft-free decoding takes "
+            f"{totals.num_draft_free_forwards:,}: {saved:,} saved "
+            f"({100 * totals.forwards_saved:.1f} %)",
+        ),
+    ]
+    if summary.check is not None:
+        check = summary.check
+        facts.append(
+            (
+                "check",
+                f"{check.num_compared:,} samples decoded again draft-free, "
+                f"{check.num_differed:,} differ",
+            )
+        )
+    where = str(job.root)
+    facts.append(
+        (
+            "load it",
+            f"datasets.load_dataset({where!r}, split='train')\n"
+            f"pyarrow.dataset.dataset({where + '/data'!r}, format='ipc').to_table()\n"
+            f"polars.scan_ipc({where + '/data/*.arrow'!r}).collect()",
+        )
+    )
+    screen.facts(facts)

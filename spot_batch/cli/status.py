@@ -1,0 +1,48 @@
+"""`status`: how far a job is, from its directory alone; ray and torch may be gone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from spot_batch.cli.screen import Screen, resume_command
+from spot_batch.driver.progress import describe
+from spot_batch.records import Heartbeat
+from spot_batch.store import JobDirectory, read_driver, read_heartbeat, scan
+from spot_batch.store.lease import is_alive
+
+
+def show_status(out: Path, *, as_json: bool) -> int:
+    job = JobDirectory.open(out)
+    record = read_driver(job)
+    alive = record is not None and is_alive(record)
+    published = scan(job)
+    last = read_heartbeat(job) or Heartbeat(
+        state="starting", num_samples=job.num_samples, num_durable=0
+    )
+    heartbeat = replace(
+        last,
+        state="complete" if job.is_complete else last.state if alive else "not running",
+        num_durable=len(published.data),
+        num_errors=published.totals.num_errors,
+        num_audited=len(published.audits),
+    )
+    if not alive:
+        heartbeat = replace(heartbeat, num_in_flight=0, num_actors=0, eta_s=None, tokens_per_s=0.0)
+    if as_json:
+        tree = {"out": str(job.root), "name": job.spec.name, "fingerprint": job.fingerprint}
+        print(json.dumps({**tree, "driver_alive": alive, **asdict(heartbeat)}))
+        return 0
+    screen = Screen()
+    facts = [("job", f"{job.spec.name} ({job.fingerprint[:12]})"), ("state", heartbeat.state)]
+    if alive and record is not None:
+        facts.append(("driver", f"process {record.pid} on {record.host.partition('/')[0]}"))
+    facts.append(("progress", describe(heartbeat)))
+    facts.append(("parts", f"{len(published.parts)} of {job.num_parts} written"))
+    if last.message and not alive:
+        facts.append(("last run", last.message))
+    screen.facts(facts)
+    if not alive and not job.is_complete:
+        screen.line(f"to go on: {resume_command(job.root)}", style="bold")
+    return 0

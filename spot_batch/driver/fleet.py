@@ -1,0 +1,192 @@
+"""Actors through ray: calls go out, answers and failures come back as values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spot_batch.actor import Actor, ActorInfo, cpu_threads
+from spot_batch.driver.embedded import Machine
+from spot_batch.job import JobSpec
+from spot_batch.records import Lease, Progress
+from spot_batch.store import JobDirectory, StorageFull
+
+EXCHANGE_S = 0.5
+ROWS_TO_AN_ACTOR = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How an actor was lost. An exception of its own, or else its process died."""
+
+    message: str
+    detail: str = ""
+    is_exception: bool = False
+    is_refusal: bool = False
+    is_full_disk: bool = False
+
+
+Answer = ActorInfo | Progress | Failure
+
+
+@dataclass(slots=True)
+class Member:
+    """An actor as the driver knows it. `pending` is the one call that it owes an answer to."""
+
+    index: int
+    handle: Any
+    pending: Any
+    info: ActorInfo | None = None
+    progress: Progress = field(default_factory=Progress)
+
+
+class _RemoteActor:
+    """What runs in the actor's process: an Actor behind calls that ray can carry."""
+
+    def __init__(self, out: str, index: int) -> None:
+        self._out = out
+        self._index = index
+        self._actor: Actor | None = None
+
+    def load(self) -> ActorInfo:
+        self._actor = Actor(Path(self._out), self._index)
+        return self._actor.info
+
+    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> Progress:
+        """New leases in, news out: one call, so that a report always counts what was lent."""
+        assert self._actor is not None, "load comes first"
+        for lease in leases:
+            self._actor.offer(lease)
+        return self._actor.collect(timeout_s)
+
+    def stop(self) -> Progress:
+        return self._actor.stop() if self._actor is not None else Progress()
+
+
+class Fleet:
+    """The actors of a run. Indices count on: a replacement is another actor."""
+
+    def __init__(self, job: JobDirectory, machine: Machine, *, num_wanted: int) -> None:
+        self.num_wanted = num_wanted
+        self._job = job
+        self._machine = machine
+        self._members: list[Member] = []
+        self._next_index = 0
+
+    @property
+    def num_live(self) -> int:
+        return sum(member.info is not None for member in self._members)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(member.progress.num_in_flight for member in self._members)
+
+    def start_missing(self) -> None:
+        """Start actors up to the number wanted; nobody waits for them."""
+        while len(self._members) < self.num_wanted:
+            handle = start_actor(
+                str(self._job.root),
+                self._next_index,
+                num_gpus=gpus_per_actor(self._job.spec, self._machine),
+            )
+            self._members.append(Member(self._next_index, handle, handle.load.remote()))
+            self._next_index += 1
+
+    def exchange(self, member: Member, leases: Sequence[Lease]) -> None:
+        member.pending = member.handle.exchange.remote(leases, EXCHANGE_S)
+
+    def wait(self, timeout_s: float) -> Iterator[tuple[Member, Answer]]:
+        """Answers that came within the time, with who gave them."""
+        import ray
+
+        waiting = {member.pending: member for member in self._members}
+        if not ray.wait(list(waiting), num_returns=1, timeout=timeout_s)[0]:
+            return
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+        for ref in ready:
+            yield waiting[ref], self._answer(waiting[ref], ref)
+
+    def remove(self, member: Member) -> None:
+        import ray
+
+        self._members.remove(member)
+        ray.kill(member.handle, no_restart=True)
+
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]:
+        """Let every loaded actor publish what it has finished, then end all of them."""
+        import ray
+
+        calls = {}
+        for member in self._members:
+            if member.info is not None:
+                calls[member.pending] = member
+                calls[member.handle.stop.remote()] = member
+        if calls:
+            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=grace_s)
+            for ref in ready:
+                answer = self._answer(calls[ref], ref)
+                if isinstance(answer, Progress):
+                    yield calls[ref], answer
+        for member in list(self._members):
+            self.remove(member)
+
+    def _answer(self, member: Member, ref: Any) -> Answer:
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            answer: ActorInfo | Progress = ray.get(ref)
+            return answer
+        except RayTaskError as error:
+            return _failure(error.cause, str(error))
+        except RayActorError:
+            pid = member.info.pid if member.info is not None else None
+            log = self._machine.worker_log(pid) if pid is not None else ""
+            return Failure(message="its process died", detail=log)
+        except RayError as error:
+            return Failure(message=str(error).partition("\n")[0], detail=str(error))
+
+
+def _failure(cause: BaseException, trace: str) -> Failure:
+    return Failure(
+        message=f"{cause}" if isinstance(cause, ValueError | OSError) else repr(cause),
+        detail=trace,
+        is_exception=True,
+        is_refusal=isinstance(cause, ValueError),
+        is_full_disk=isinstance(cause, StorageFull),
+    )
+
+
+def start_actor(out: str, index: int, *, num_gpus: float) -> Any:
+    """A ray actor that restarts nothing by itself: the driver owns restarts."""
+    import ray
+
+    remote = ray.remote(_RemoteActor)
+    return remote.options(
+        num_cpus=0,
+        num_gpus=num_gpus,
+        max_restarts=0,
+        max_task_retries=0,
+        max_concurrency=2,  # `stop` may be called while an exchange waits
+        name=None,
+    ).remote(out, index)
+
+
+def num_actors(spec: JobSpec, machine: Machine, num_pending: int) -> int:
+    """How many actors a run wants: `auto` is one a GPU, else one for each `cpu_threads` cores."""
+    if spec.resources.actors != "auto":
+        return spec.resources.actors
+    if machine.num_gpus:
+        room = int(machine.num_gpus / gpus_per_actor(spec, machine))
+    else:
+        room = machine.num_cpus // cpu_threads(spec)
+    return max(1, min(room, math.ceil(num_pending / ROWS_TO_AN_ACTOR)))
+
+
+def gpus_per_actor(spec: JobSpec, machine: Machine) -> float:
+    if spec.resources.gpus_per_actor != "auto":
+        return spec.resources.gpus_per_actor
+    return 1.0 if machine.num_gpus else 0.0

@@ -1,0 +1,94 @@
+"""A job before it runs: spec, input and target brought together, and its directory begun."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from spot_batch.actor import model_info, sample_preparer, wanted_drafter
+from spot_batch.drafters.registry import DrafterChoice, choose_drafter
+from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input
+from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
+from spot_batch.records import PinnedInput, RunFacts
+from spot_batch.store import JobDirectory, SpecConflict
+from spot_batch.targets.registry import BUNDLED, ModelInfo, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlan:
+    """All that is known of a job without loading a weight. `spec` is resolved."""
+
+    spec: JobSpec
+    info: ModelInfo
+    drafter: DrafterChoice
+    tokenizer: PreTrainedTokenizerFast
+    pinned: PinnedInput
+    fingerprint: str
+    fields: dict[str, object]
+
+    @property
+    def num_samples(self) -> int:
+        return self.pinned.num_rows * self.spec.generation.n
+
+    @property
+    def facts(self) -> RunFacts:
+        return RunFacts(drafter=self.drafter.name, target=self.info.name)
+
+    def preparer(self) -> SamplePreparer:
+        return sample_preparer(self.spec, self.pinned, self.info, self.tokenizer)
+
+    def first(self, count: int) -> list[PreparedSample]:
+        """The first `count` samples as the engine would get them."""
+        return self.preparer().prepare(range(min(count, self.num_samples)))
+
+
+def plan_job(spec: JobSpec, out: Path) -> JobPlan:
+    """Look everything up that a new or resubmitted job needs; raises ValueError with the reason.
+
+    Writes nothing but a hub dataset's rows, into the job directory.
+    """
+    info = model_info(spec)
+    spec = _with_full_paths(
+        with_model_defaults(spec, temperature=info.temperature, top_p=info.top_p, top_k=info.top_k),
+        info,
+    )
+    pinned = pin_input(spec, hub_dir=JobDirectory(out).hub_input)
+    return _planned(spec, info, pinned)
+
+
+def plan_of(job: JobDirectory) -> JobPlan:
+    """The plan of a job that was submitted before; its input must be what it was."""
+    check_unchanged(job.pinned)
+    plan = _planned(job.spec, model_info(job.spec), job.pinned)
+    if plan.fingerprint != job.fingerprint:
+        # The one way to get here: the target's files are not what they were.
+        now = json.loads(json.dumps(plan.fields))
+        raise SpecConflict(str(job.root), tuple(diff_fields(job.fields, now)))
+    return plan
+
+
+def _planned(spec: JobSpec, info: ModelInfo, pinned: PinnedInput) -> JobPlan:
+    print_, fields = fingerprint(spec, pinned.identity, info.identity())
+    return JobPlan(
+        spec=spec,
+        info=info,
+        drafter=choose_drafter(wanted_drafter(spec), info),
+        tokenizer=load_tokenizer(info.path),
+        pinned=pinned,
+        fingerprint=print_,
+        fields=fields,
+    )
+
+
+def _with_full_paths(spec: JobSpec, info: ModelInfo) -> JobSpec:
+    """Local folders by full path: actors need not start where the command was given."""
+    tree = spec.model_dump()
+    target, drafter = tree["model"]["target"], tree["model"]["drafter"]
+    if target["path"] != BUNDLED and Path(target["path"]).expanduser().is_dir():
+        target["path"] = str(info.path.absolute())
+    if drafter["path"] is not None:
+        drafter["path"] = str(Path(drafter["path"]).expanduser().absolute())
+    return check_spec(tree)

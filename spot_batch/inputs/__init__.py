@@ -1,0 +1,27 @@
+"""Prompts in: pin the input, read rows of it, render prompts, address samples.
+
+Pure pyarrow and the standard library; the tokenizer is handed in. `datasets` is loaded for hub
+datasets only.
+"""
+
+from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.ids import audit_sample_ids, noise_key
+from spot_batch.inputs.pin import check_unchanged, pin_input
+from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
+from spot_batch.inputs.reader import InputReader, InputRows
+from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
+
+__all__ = [
+    "InputError",
+    "InputReader",
+    "InputRows",
+    "PreparedSample",
+    "PromptRenderer",
+    "RenderedPrompt",
+    "RowFault",
+    "SamplePreparer",
+    "audit_sample_ids",
+    "check_unchanged",
+    "noise_key",
+    "pin_input",
+]

@@ -1,0 +1,31 @@
+"""Sample ids and the addresses of their noise: pure functions of the spec and the row."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+
+
+def noise_key(seed: int, custom_id: str, sample_index: int) -> int:
+    """The 64-bit address of a sample's noise: what made it or when plays no part."""
+    assert 0 <= seed < 2**64, f"want a seed of 64 bits, got {seed}"
+    head = seed.to_bytes(8, "little") + sample_index.to_bytes(8, "little")
+    digest = hashlib.blake2b(head + custom_id.encode(), digest_size=8, person=b"spot-noise")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def audit_sample_ids(
+    num_samples: int, *, fraction: float, min_rows: int, fingerprint: str
+) -> tuple[int, ...]:
+    """The samples to decode again draft-free, chosen by hash: nothing that ran can sway it."""
+    count = min(num_samples, max(min_rows, math.ceil(num_samples * fraction)))
+    if count == 0 or fraction == 0.0:
+        return ()
+    key = fingerprint.encode()[:64]
+
+    def drawn(sample_id: int) -> bytes:
+        data = sample_id.to_bytes(8, "little")
+        return hashlib.blake2b(data, digest_size=8, key=key, person=b"spot-audit").digest()
+
+    return tuple(sorted(heapq.nsmallest(count, range(num_samples), key=drawn)))

@@ -1,0 +1,390 @@
+"""Pinning: what the input is, frozen before anything is generated."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.sources import SourceFile, find_files
+from spot_batch.inputs.tables import TableScan, scan_table
+from spot_batch.inputs.texts import CHUNK_ROWS, SchemaOfTexts, scan_text
+from spot_batch.inputs.types import is_messages, is_text
+from spot_batch.job import JobSpec
+from spot_batch.records import InputChunk, InputFile, PinnedInput, PromptKind
+
+logger = logging.getLogger(__name__)
+
+PROMPT_COLUMNS = ("messages", "prompt", "question", "instruction", "text")
+
+_TABLES = frozenset({"parquet", "arrow"})
+_SHOWN_FAULTS = 5
+
+
+def pin_input(spec: JobSpec, *, hub_dir: Path | None = None) -> PinnedInput:
+    """The input frozen: files with digests, rows, schema, prompt column. Raises InputError.
+
+    Text formats are read to the end (or to `limit`): the schema is that of all their rows, and
+    rows that cannot be used are counted, to become error rows. A hub dataset or a saved dataset
+    is written once into `hub_dir` as Parquet (the job directory's `hub_input`).
+    """
+    files = find_files(spec.input, hub_dir=hub_dir)
+    scan = _scan_tables if files[0].format in _TABLES else _scan_texts
+    pinned = scan(spec, files)
+    schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
+    _check_unique_ids(pinned, schema)
+    return pinned
+
+
+def check_unchanged(pinned: PinnedInput) -> None:
+    """Raises InputError when a pinned file is gone or holds other bytes than it did."""
+    for number, file in enumerate(pinned.files):
+        path = Path(file.path)
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            raise InputError(f"{path}: gone since the job was submitted") from None
+        if (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns):
+            continue
+        if file.digest.startswith("hub:"):
+            continue
+        num_bytes = _used_bytes(file.format, [c for c in pinned.chunks if c.file == number])
+        if _digest(path, num_bytes) != file.digest:
+            raise InputError(
+                f"{path}: changed since the job was submitted "
+                f"({file.size} bytes then, {stat.st_size} now)"
+            )
+
+
+# -- scanning --------------------------------------------------------------------------------------
+
+
+def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
+    limit = spec.input.limit
+    named = spec.input.messages or spec.input.prompt
+    prompts = PROMPT_COLUMNS if named is None else (named,)
+    inferred = SchemaOfTexts(files[0].format, _looked_at(spec, *prompts))
+    pinned_files: list[InputFile] = []
+    chunks: list[InputChunk] = []
+    faults: list[str] = []
+    num_faults = num_rows = 0
+    for source in files:
+        if pinned_files and limit is not None and num_rows >= limit:
+            break
+        first_row, builder = num_rows, _ChunkBuilder(len(pinned_files), source.format)
+        for row in scan_text(source.path, source.format):
+            if limit is not None and num_rows >= limit:
+                break
+            builder.add(num_rows, offset=row.offset, num_bytes=row.num_bytes, line=row.line)
+            fault = inferred.observe(row)
+            if fault is not None:
+                num_faults += 1
+                if len(faults) < _SHOWN_FAULTS:
+                    faults.append(f"{_place(source.path, row.line, num_rows - first_row)}: {fault}")
+            num_rows += 1
+        made = builder.finish()
+        chunks += made
+        pinned_files.append(_pinned_file(source, made, first_row, num_rows - first_row))
+    if num_faults and num_faults == num_rows:
+        raise InputError(f"no row of the input can be read; the first: {faults[0]}")
+    schema = inferred.schema() if num_rows else _schema_of_nothing(spec)
+    columns = list(inferred.seen) if num_rows else schema.names
+    pinned = _pinned(spec, schema, columns, pinned_files, chunks, num_rows)
+    return replace(pinned, num_faults=num_faults, faults=tuple(faults))
+
+
+def _scan_tables(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
+    limit = spec.input.limit
+    pinned_files: list[InputFile] = []
+    chunks: list[InputChunk] = []
+    scans: list[tuple[SourceFile, TableScan]] = []
+    num_rows = 0
+    for source in files:
+        if scans and limit is not None and num_rows >= limit:
+            break
+        scan = scan_table(source.path, source.format)
+        scans.append((source, scan))
+        first_row, made = num_rows, []
+        for group, rows in enumerate(scan.group_rows):
+            if limit is not None:
+                rows = min(rows, limit - num_rows)
+            if rows > 0:
+                made.append(
+                    InputChunk(
+                        file=len(pinned_files),
+                        first_row=num_rows,
+                        num_rows=rows,
+                        offset=group,
+                        num_bytes=0,
+                        line=0,
+                    )
+                )
+                num_rows += rows
+        chunks += made
+        pinned_files.append(_pinned_file(source, made, first_row, num_rows - first_row))
+    schema = _one_schema(scans)
+    return _pinned(spec, schema, schema.names, pinned_files, chunks, num_rows)
+
+
+def _pinned(
+    spec: JobSpec,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    files: list[InputFile],
+    chunks: list[InputChunk],
+    num_rows: int,
+) -> PinnedInput:
+    """`columns` is every column there is, for messages; `schema` may have fewer."""
+    place = _Place(Path(files[0].path).name, len(files) - 1, columns)
+    _check_named_columns(spec, schema, place)
+    column, kind = _prompt_column(spec, schema, place)
+    wanted = _looked_at(spec, column)
+    if wanted is not None:
+        schema = pa.schema([field for field in schema if field.name in wanted])
+    return PinnedInput(
+        files=tuple(files),
+        chunks=tuple(chunks),
+        num_rows=num_rows,
+        schema=schema.serialize().to_pybytes(),
+        prompt_column=column,
+        prompt_kind=kind,
+        custom_id_column=spec.input.custom_id,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where columns were looked for, in words."""
+
+    first_file: str
+    num_more: int
+    columns: Sequence[str]
+
+    def __str__(self) -> str:
+        return self.first_file + (f" and {self.num_more} more" if self.num_more else "")
+
+    @property
+    def listed(self) -> str:
+        shown = ", ".join(repr(name) for name in self.columns[:40])
+        more = len(self.columns) - 40
+        return (shown or "none") + (f" and {more} more" if more > 0 else "")
+
+
+class _ChunkBuilder:
+    """Gathers rows into chunks of CHUNK_ROWS; a format without offsets has one chunk a file."""
+
+    def __init__(self, file: int, kind: str) -> None:
+        self._file = file
+        self._size = CHUNK_ROWS if kind == "jsonl" else None
+        self._chunks: list[InputChunk] = []
+        self._first = self._rows = self._offset = self._end = self._line = 0
+
+    def add(self, row: int, *, offset: int, num_bytes: int, line: int) -> None:
+        if self._rows == 0:
+            self._first, self._offset, self._line = row, offset, line
+        self._rows += 1
+        self._end = offset + num_bytes
+        if self._rows == self._size:
+            self._close()
+
+    def finish(self) -> list[InputChunk]:
+        if self._rows:
+            self._close()
+        return self._chunks
+
+    def _close(self) -> None:
+        self._chunks.append(
+            InputChunk(
+                file=self._file,
+                first_row=self._first,
+                num_rows=self._rows,
+                offset=self._offset,
+                num_bytes=self._end - self._offset,
+                line=self._line,
+            )
+        )
+        self._rows = 0
+
+
+def _pinned_file(
+    source: SourceFile, chunks: Sequence[InputChunk], first_row: int, num_rows: int
+) -> InputFile:
+    stat = source.path.stat()
+    num_bytes = _used_bytes(source.format, chunks)
+    return InputFile(
+        path=str(source.path),
+        format=source.format,
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        digest=source.digest or _digest(source.path, num_bytes),
+        first_row=first_row,
+        num_rows=num_rows,
+    )
+
+
+def _used_bytes(kind: str, chunks: Sequence[InputChunk]) -> int | None:
+    """How much of a file the job reads: JSON lines to the last row it takes, others wholly."""
+    if kind != "jsonl":
+        return None
+    return max((chunk.offset + chunk.num_bytes for chunk in chunks), default=0)
+
+
+def _digest(path: Path, num_bytes: int | None) -> str:
+    with path.open("rb") as file:
+        if num_bytes is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while num_bytes > 0 and (block := file.read(min(num_bytes, 1 << 20))):
+            digest.update(block)
+            num_bytes -= len(block)
+        return digest.hexdigest()
+
+
+def _place(path: Path, line: int, row: int) -> str:
+    return f"{path.name} line {line}" if line else f"{path.name} row {row} (from 0)"
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def _looked_at(spec: JobSpec, *prompts: str) -> frozenset[str] | None:
+    """The columns that a job reads, given those that may hold its prompt; None for all."""
+    if spec.input.keep == "all":
+        return None
+    named = {*prompts, spec.input.custom_id, *spec.input.keep}
+    return frozenset(name for name in named if name) | set(spec.generation.per_row)
+
+
+def _schema_of_nothing(spec: JobSpec) -> pa.Schema:
+    """No rows tell no columns: those that the spec names are there, and hold nothing."""
+    named = [spec.input.messages or spec.input.prompt or PROMPT_COLUMNS[1], spec.input.custom_id]
+    named += [*(() if spec.input.keep == "all" else spec.input.keep), *spec.generation.per_row]
+    return pa.schema([(name, pa.null()) for name in dict.fromkeys(named) if name])
+
+
+def _one_schema(scans: Sequence[tuple[SourceFile, TableScan]]) -> pa.Schema:
+    schema = scans[0][1].schema
+    for source, scan in scans[1:]:
+        try:
+            schema = pa.unify_schemas([schema, scan.schema])
+        except (pa.ArrowTypeError, pa.ArrowInvalid):
+            for field in scan.schema:
+                if field.name in schema.names and schema.field(field.name).type != field.type:
+                    raise InputError(
+                        f"{source.path}: column {field.name!r} is {field.type}, and "
+                        f"{schema.field(field.name).type} in {scans[0][0].path.name}"
+                    ) from None
+            raise
+    if len(scans) > 1:  # a column that one file lacks is null there
+        common = set.intersection(*(set(scan.schema.names) for _, scan in scans))
+        schema = pa.schema(
+            [field if field.name in common else field.with_nullable(True) for field in schema]
+        )
+    return schema
+
+
+def _check_named_columns(spec: JobSpec, schema: pa.Schema, place: _Place) -> None:
+    """Every column that the spec names must be there, with a type that can serve."""
+    named = [
+        ("input.messages", spec.input.messages),
+        ("input.prompt", spec.input.prompt),
+        ("input.custom_id", spec.input.custom_id),
+        *(() if spec.input.keep == "all" else (("input.keep", each) for each in spec.input.keep)),
+        *(("generation.per_row", each) for each in spec.generation.per_row),
+    ]
+    for key, name in named:
+        if name is not None and name not in schema.names:
+            raise InputError(f"{key}: no column {name!r} in {place}; its columns: {place.listed}")
+    if spec.input.custom_id is not None:
+        kind = schema.field(spec.input.custom_id).type
+        if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+            raise InputError(
+                f"input.custom_id: column {spec.input.custom_id!r} is {kind}; "
+                "an id is text or a whole number"
+            )
+
+
+def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str, PromptKind]:
+    if spec.input.messages is not None:
+        name = spec.input.messages
+        kind = schema.field(name).type
+        if not (is_messages(kind) or pa.types.is_null(kind)):
+            raise InputError(
+                f"input.messages: column {name!r} is {kind}, not a list of role and content"
+                + ("; text goes with input.prompt" if is_text(kind) else "")
+            )
+        return name, "messages"
+    if spec.input.prompt is not None:
+        name = spec.input.prompt
+        kind = schema.field(name).type
+        if not (is_text(kind) or pa.types.is_null(kind)):
+            raise InputError(
+                f"input.prompt: column {name!r} is {kind}, not text"
+                + ("; a list of messages goes with input.messages" if is_messages(kind) else "")
+            )
+        return name, "prompt"
+    found = [name for name in PROMPT_COLUMNS if name in schema.names]
+    if not found:
+        raise InputError(
+            f"no prompt column in {place}: none is named {', '.join(PROMPT_COLUMNS)}; "
+            f"set input.prompt (--prompt) to one of its columns: {place.listed}"
+        )
+    if len(found) > 1:
+        raise InputError(
+            f"several columns of {place} could be the prompt: {', '.join(found)}; "
+            "say which with input.prompt (--prompt)"
+        )
+    kind = schema.field(found[0]).type
+    if is_messages(kind):
+        return found[0], "messages"
+    if is_text(kind) or pa.types.is_null(kind):
+        return found[0], "prompt"
+    raise InputError(
+        f"column {found[0]!r} of {place} is {kind}, neither text nor messages; "
+        f"set input.prompt (--prompt) to one of its columns: {place.listed}"
+    )
+
+
+# -- ids -------------------------------------------------------------------------------------------
+
+
+def _check_unique_ids(pinned: PinnedInput, schema: pa.Schema) -> None:
+    """InputError naming both rows where a custom_id stands twice. Keeps 16 bytes a row."""
+    column = pinned.custom_id_column
+    if column is None or pa.types.is_null(schema.field(column).type):
+        return
+    reader = InputReader(pinned, columns=[column])
+    hashes, rows = array("Q"), array("Q")
+    for row, custom_id in _custom_ids(reader, column):
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little"))
+        rows.append(row)
+    if not hashes:
+        return
+    values = pa.Array.from_buffers(pa.uint64(), len(hashes), [None, pa.py_buffer(hashes)])
+    order = pc.array_sort_indices(values)
+    ordered = values.take(order)
+    twice = pc.equal(ordered.slice(1), ordered.slice(0, len(ordered) - 1))
+    for place in pc.indices_nonzero(twice).to_pylist():
+        pair = sorted(rows[order[place + step].as_py()] for step in (0, 1))
+        first, second = reader.read(pair).table.column(column).to_pylist()
+        if first == second:
+            raise InputError(
+                f"input.custom_id: {first!r} stands twice in column {column!r}: "
+                f"{reader.where(pair[0])} and {reader.where(pair[1])}"
+            )
+
+
+def _custom_ids(reader: InputReader, column: str) -> Iterator[tuple[int, str]]:
+    for rows, faults, table in reader.chunks():
+        for place, value in enumerate(table.column(column).to_pylist()):
+            if value is not None and place not in faults:
+                yield rows[place], str(value)

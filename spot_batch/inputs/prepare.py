@@ -1,0 +1,232 @@
+"""From sample ids to requests for the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from spot_batch.inputs.errors import RowFault
+from spot_batch.inputs.ids import noise_key
+from spot_batch.inputs.reader import InputReader, InputRows
+from spot_batch.inputs.render import PromptRenderer
+from spot_batch.job import MAX_NEW_TOKENS, JobSpec
+from spot_batch.records import (
+    Completion,
+    Confidence,
+    Outcome,
+    PinnedInput,
+    Request,
+    RowError,
+    SamplingParams,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSample:
+    """A sample ready for the engine (`request`), or one that failed before it (`error`)."""
+
+    sample_id: int
+    custom_id: str
+    seed: int
+    rows: pa.Table
+    position: int
+    prompt_text: str
+    request: Request | None
+    error: RowError | None
+
+    def outcome(self, result: Completion | RowError, text: str = "") -> Outcome:
+        """What the store takes, once the engine (or a failure) has answered."""
+        return Outcome(
+            sample_id=self.sample_id,
+            custom_id=self.custom_id,
+            seed=self.seed,
+            result=result,
+            rows=self.rows,
+            position=self.position,
+            text=text,
+            prompt_text=self.prompt_text,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One input row, read and rendered once for all of its samples."""
+
+    custom_id: str
+    seed: int
+    position: int
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams | None
+    error: RowError | None
+
+
+class SamplePreparer:
+    """From sample ids to requests: reads rows, renders prompts, applies per-row overrides.
+
+    `confidence` is the target family's rule, taken where the spec says `family`. The spec's
+    sampling fields must have been resolved (`with_model_defaults`).
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        pinned: PinnedInput,
+        reader: InputReader,
+        renderer: PromptRenderer,
+        *,
+        stop_ids: Sequence[int],
+        confidence: Confidence,
+    ) -> None:
+        self._reader = reader
+        self._renderer = renderer
+        self._num_samples = spec.generation.n
+        self._seed = spec.generation.seed
+        self._per_row = spec.generation.per_row
+        self._custom_id = pinned.custom_id_column
+        self._used = list(
+            dict.fromkeys(
+                name
+                for name in (pinned.prompt_column, self._custom_id, *self._per_row)
+                if name is not None
+            )
+        )
+        self._params = sampling_params(spec, stop_ids=stop_ids, confidence=confidence)
+
+    def prepare(
+        self, sample_ids: Sequence[int], *, draft_free: bool = False
+    ) -> list[PreparedSample]:
+        """One prepared sample an id, in the order asked for."""
+        row_indices = list(dict.fromkeys(each // self._num_samples for each in sample_ids))
+        read = self._reader.read(row_indices)
+        values = read.table.select(self._used).to_pylist()
+        made = {
+            row_index: self._row(row_index, values[position], position, read)
+            for position, row_index in enumerate(row_indices)
+        }
+        return [
+            self._sample(each, made[each // self._num_samples], read.table, draft_free=draft_free)
+            for each in sample_ids
+        ]
+
+    def _row(
+        self, row_index: int, values: Mapping[str, object], position: int, read: InputRows
+    ) -> _Row:
+        custom_id, seed, text = str(row_index), self._seed, read.raw.get(position, "")
+        try:
+            if position in read.faults:
+                raise read.faults[position]
+            custom_id = self._id_of(values, custom_id)
+            text = _shown(values[self._used[0]])
+            seed = _override(values, "seed", self._per_row, self._seed)
+            params = self._params_of(values)
+            prompt = self._renderer.render(values, max_new_tokens=params.max_new_tokens)
+        except RowFault as fault:
+            stage = "input" if position in read.faults else "prompt"
+            message = f"{self._reader.where(row_index)}: {fault.message}"
+            error = RowError(code=fault.code, stage=stage, message=message)
+            return _Row(custom_id, seed, position, text, (), None, error)
+        return _Row(custom_id, seed, position, prompt.text, prompt.token_ids, params, None)
+
+    def _sample(
+        self, sample_id: int, row: _Row, table: pa.Table, *, draft_free: bool
+    ) -> PreparedSample:
+        request = None
+        if row.params is not None:
+            request = Request(
+                sample_id=sample_id,
+                prompt_ids=row.prompt_ids,
+                noise_key=noise_key(row.seed, row.custom_id, sample_id % self._num_samples),
+                params=row.params,
+                draft_free=draft_free,
+            )
+        return PreparedSample(
+            sample_id=sample_id,
+            custom_id=row.custom_id,
+            seed=row.seed,
+            rows=table,
+            position=row.position,
+            prompt_text=row.prompt_text,
+            request=request,
+            error=row.error,
+        )
+
+    def _id_of(self, values: Mapping[str, object], default: str) -> str:
+        if self._custom_id is None:
+            return default
+        value = values[self._custom_id]
+        if value is None or value == "":
+            raise RowFault("bad_custom_id", f"column {self._custom_id!r} is empty")
+        return str(value)
+
+    def _params_of(self, values: Mapping[str, object]) -> SamplingParams:
+        if not self._per_row:
+            return self._params
+        temperature = _temperature(values, self._per_row, self._params.temperature)
+        length = _override(values, "max_new_tokens", self._per_row, self._params.max_new_tokens)
+        given = {name: getattr(self._params, name) for name in SamplingParams.__slots__}
+        return SamplingParams(**{**given, "temperature": temperature, "max_new_tokens": length})
+
+
+def sampling_params(
+    spec: JobSpec, *, stop_ids: Sequence[int], confidence: Confidence
+) -> SamplingParams:
+    """How the job decodes a sample that overrides nothing."""
+    given = spec.generation
+    assert given.temperature is not None, "the spec's sampling fields are resolved first"
+    assert given.top_p is not None
+    assert given.top_k is not None
+    rule = given.advanced.confidence
+    return SamplingParams(
+        max_new_tokens=given.max_new_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        unmasking=given.unmasking,
+        threshold=given.threshold,
+        stop_at=given.stop_at,
+        stop_ids=tuple(stop_ids),
+        stop=given.stop,
+        confidence=confidence if rule == "family" else rule,
+        noise_key=given.advanced.noise_key,
+    )
+
+
+_BOUNDS = {"seed": (0, 2**64 - 1), "max_new_tokens": (1, MAX_NEW_TOKENS)}
+
+
+def _override(values: Mapping[str, object], name: str, per_row: Sequence[str], default: int) -> int:
+    """A row's own whole number, or the job's where the row has none."""
+    value = values.get(name) if name in per_row else None
+    if value is None:
+        return default
+    low, high = _BOUNDS[name]
+    if isinstance(value, float) and value.is_integer():  # whole numbers beside nulls, in pandas
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RowFault(
+            "bad_override",
+            f"column {name!r} must be a whole number from {low} to {high}, got {value!r}",
+        )
+    return value
+
+
+def _temperature(values: Mapping[str, object], per_row: Sequence[str], default: float) -> float:
+    value: Any = values.get("temperature") if "temperature" in per_row else None
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < math.inf:
+        raise RowFault(
+            "bad_override",
+            f"column 'temperature' must be 0 or a finite number above, got {value!r}",
+        )
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else str(value)

@@ -1,0 +1,224 @@
+"""From what a person wrote as `input.source` to the files it means."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spot_batch.inputs.errors import InputError
+from spot_batch.job import InputSpec
+
+_BY_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"})
+_BUNDLED = "bundled:"
+_HUB = "hf://datasets/"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read. `digest` is given where content has a better name than its bytes."""
+
+    path: Path
+    format: str
+    digest: str | None = None
+
+
+def find_files(spec: InputSpec, *, hub_dir: Path | None) -> list[SourceFile]:
+    """The files of every source, in the order given; those of a folder or pattern by name."""
+    files = [file for source in spec.source for file in _files_of(source, spec, hub_dir)]
+    formats = sorted({file.format for file in files})
+    if len(formats) > 1:
+        examples = [next(f for f in files if f.format == each) for each in formats]
+        names = " and ".join(f"{each.path.name} ({each.format})" for each in examples)
+        raise InputError(f"input.source: files of one format make a job, got {names}")
+    seen: set[Path] = set()
+    for file in files:
+        if file.path in seen:
+            raise InputError(f"input.source: {file.path} is named twice")
+        seen.add(file.path)
+    return files
+
+
+def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[SourceFile]:
+    if source.startswith(_HUB):
+        yield _from_hub(source.removeprefix(_HUB), spec, hub_dir)
+        return
+    if source.startswith(_BUNDLED):
+        yield _bundled(source)
+        return
+    if "://" in source:
+        scheme = source.partition("://")[0]
+        raise InputError(f"input.source: {scheme}:// is not read by this version, got {source!r}")
+    path = Path(source).absolute()
+    if path.is_dir():
+        yield from _from_folder(path, spec, hub_dir)
+    elif path.exists():
+        yield SourceFile(path, _format_of(path, spec))
+    elif glob.has_magic(source):
+        found = sorted(each for each in glob.glob(source, recursive=True) if Path(each).is_file())
+        if not found:
+            raise InputError(f"input.source: no file matches {source!r}")
+        for each in found:
+            yield SourceFile(Path(each).absolute(), _format_of(Path(each), spec))
+    elif _HUB_ID.fullmatch(source) and path.suffix.lower() not in _BY_SUFFIX:
+        yield _from_hub(source, spec, hub_dir)
+    else:
+        raise InputError(f"input.source: no such file: {source}{_nearby(path)}")
+
+
+def _bundled(source: str) -> SourceFile:
+    """`bundled:prompts` is prompts.jsonl of the package's own files."""
+    folder = Path(__file__).parent.parent / "assets"
+    names = [path.stem for path in sorted(folder.glob("*.jsonl"))]
+    if source.removeprefix(_BUNDLED) not in names:
+        raise InputError(
+            f"input.source: the package has no {source!r}; it has "
+            f"{', '.join(_BUNDLED + name for name in names)}"
+        )
+    return SourceFile(folder / f"{source.removeprefix(_BUNDLED)}.jsonl", "jsonl")
+
+
+def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterator[SourceFile]:
+    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+        import datasets
+
+        saved = datasets.load_from_disk(str(folder))
+        yield _as_parquet(_one_split(saved, spec, str(folder)), hub_dir)
+        return
+    if spec.format == "hf":
+        yield _as_parquet(_prepared(str(folder), spec)[0], hub_dir)
+        return
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and not path.name.startswith((".", "_"))
+        and (path.suffix.lower() in _BY_SUFFIX)
+    ]
+    if not found:
+        raise InputError(
+            f"input.source: the folder {folder} holds no file that can be read "
+            f"({', '.join(_BY_SUFFIX)})"
+        )
+    for path in found:
+        yield SourceFile(path, _format_of(path, spec))
+
+
+def _format_of(path: Path, spec: InputSpec) -> str:
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSED:
+        raise InputError(f"input.source: {path} is compressed; unpack it first")
+    if spec.format == "hf":
+        raise InputError(f"input.format: hf reads a folder or a hub dataset, got the file {path}")
+    if spec.format != "auto":
+        return spec.format
+    kind = _BY_SUFFIX.get(suffix)
+    if kind is None:
+        raise InputError(
+            f"input.source: the format of {path} does not show in its name; give input.format "
+            "(jsonl, json, parquet, arrow or csv)"
+        )
+    if kind == "json" and not _is_array(path):
+        return "jsonl"
+    return kind
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4_096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _nearby(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (nor is there a folder {path.parent})"
+    near = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+def _from_hub(name: str, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
+    """A hub dataset, downloaded once: a resume finds it beside the job and asks nobody."""
+    assert hub_dir is not None, "a hub dataset wants a folder to be kept in"
+    key = json.dumps([name, spec.config, spec.split, spec.revision])
+    note = hub_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    if note.exists():
+        stored = json.loads(note.read_text())
+        path = hub_dir / stored["file"]
+        if path.exists():
+            return SourceFile(path, "parquet", stored["digest"])
+    dataset, commit = _prepared(name, spec)
+    file = _as_parquet(dataset, hub_dir)
+    digest = f"hub:{name}@{commit}:{spec.config}:{spec.split}" if commit else None
+    note.write_text(json.dumps({"file": file.path.name, "digest": digest}))
+    return SourceFile(file.path, "parquet", digest)
+
+
+def _prepared(name: str, spec: InputSpec) -> tuple[Any, str | None]:
+    """(the split of a hub dataset or a dataset folder, the commit it was resolved to)."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(name, spec.config, revision=spec.revision)
+        builder.download_and_prepare()
+        loaded = builder.as_dataset()
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"input.source: neither a file nor a dataset that can be read: {name!r} "
+            f"({' '.join(str(error).split())[:300]})"
+        ) from error
+    resolved = re.search(r"@([0-9a-f]{40})/", str(builder.config.data_files))
+    return _one_split(loaded, spec, name), resolved[1] if resolved else None
+
+
+def _one_split(loaded: Any, spec: InputSpec, name: str) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    if spec.split not in loaded:
+        raise InputError(
+            f"input.split: {name} has no split {spec.split!r}; "
+            f"it has {', '.join(map(repr, loaded))}"
+        )
+    return loaded[spec.split]
+
+
+def _as_parquet(dataset: Any, hub_dir: Path | None) -> SourceFile:
+    """Writes a Dataset as Parquet under a name made of its content."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert hub_dir is not None, "a dataset folder wants a folder to be kept in"
+    hub_dir.mkdir(parents=True, exist_ok=True)
+    table: pa.Table = dataset.with_format("arrow")[:]
+    partial = hub_dir / f"{os.getpid()}.partial"
+    try:
+        pq.write_table(table, partial, row_group_size=8_192, compression="zstd")
+        with partial.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path = hub_dir / f"{digest[:16]}.parquet"
+        if not path.exists():
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return SourceFile(path, "parquet")

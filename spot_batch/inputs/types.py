@@ -1,0 +1,214 @@
+"""Arrow types of the input: what is plain enough to pass through, and what text rows imply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Converter = Callable[[Any], Any]
+
+
+class Misfit(ValueError):
+    """A value that its column cannot hold; the message says where in the column and why."""
+
+
+# -- types of tables -------------------------------------------------------------------------------
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that readers of every kind hold: no dictionaries, views, runs or extensions.
+
+    TypeError for a type that has none.
+    """
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_struct(kind):
+        return pa.struct([_plain_field(kind.field(i)) for i in range(kind.num_fields)])
+    if types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if types.is_large_list(kind) or types.is_large_list_view(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    if types.is_list(kind) or types.is_list_view(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if types.is_union(kind):
+        raise TypeError("a union")
+    return kind
+
+
+def plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """The column in its plain type, its values untouched."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        chunks = [chunk.storage for chunk in column.chunks]
+        column = pa.chunked_array(chunks, type=column.type.storage_type)
+    if pa.types.is_run_end_encoded(column.type):
+        column = pc.run_end_decode(column)
+    return column if column.type == kind else column.cast(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column holds [{role, content}]."""
+    types = pa.types
+    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return False
+    item = kind.value_type
+    return bool(
+        types.is_struct(item)
+        and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+    )
+
+
+def _plain_field(item: pa.Field) -> pa.Field:
+    return pa.field(item.name, plain_type(item.type), nullable=item.nullable)
+
+
+# -- types of text rows ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Shape:
+    """What a column of JSON values has been seen to hold; grows as rows are seen.
+
+    The first kind that is not null stays; whole numbers become floats where one is met. A value
+    of another kind does not fit, and its row becomes an error row.
+    """
+
+    kind: str = "null"
+    item: Shape | None = None
+    fields: dict[str, Shape] = field(default_factory=dict)
+
+    def observe(self, value: object, where: str) -> None:
+        """Takes the value in, or raises Misfit."""
+        if value is None:
+            return
+        seen = _kind_of(value, where)
+        if self.kind == "null":
+            self.kind = seen
+        elif {self.kind, seen} == {"int", "float"}:
+            self.kind = "float"
+        elif self.kind != seen:
+            raise Misfit(f"{where} is {_NOUNS[self.kind]} in earlier rows, {_NOUNS[seen]} here")
+        if isinstance(value, list):
+            self.item = self.item or Shape()
+            for element in value:
+                self.item.observe(element, f"{where}[]")
+        elif isinstance(value, dict):
+            for name, element in value.items():
+                inner = self.fields.get(name)
+                if inner is None:
+                    inner = self.fields[name] = Shape()
+                inner.observe(element, f"{where}.{name}")
+
+    def to_arrow(self) -> pa.DataType:
+        if self.kind == "list":
+            return pa.list_((self.item or Shape()).to_arrow())
+        if self.kind == "struct":
+            return pa.struct([(name, inner.to_arrow()) for name, inner in self.fields.items()])
+        return _ARROW[self.kind]
+
+
+def converter(kind: pa.DataType, where: str) -> Converter:
+    """Turns a JSON value into one that Arrow takes as `kind`, or raises Misfit. Null stays null."""
+    convert = _converter(kind, where)
+    return lambda value: None if value is None else convert(value)
+
+
+def _converter(kind: pa.DataType, where: str) -> Converter:
+    types = pa.types
+    if types.is_list(kind):
+        of_item = converter(kind.value_type, f"{where}[]")
+        return lambda value: [of_item(each) for each in _instance(value, list, where)]
+    if types.is_struct(kind):
+        of_field = {
+            kind.field(i).name: converter(kind.field(i).type, f"{where}.{kind.field(i).name}")
+            for i in range(kind.num_fields)
+        }
+        return lambda value: _struct(value, of_field, where)
+    if types.is_floating(kind):
+        return lambda value: _float(value, where)
+    if types.is_boolean(kind):
+        return lambda value: _instance(value, bool, where)
+    if types.is_integer(kind):
+        return lambda value: _int(value, where)
+    if types.is_null(kind):
+        return lambda value: _instance(value, type(None), where)
+    return lambda value: _instance(value, str, where)
+
+
+def _kind_of(value: object, where: str) -> str:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Misfit(f"{where} holds a whole number beyond 64 bits")
+    return _KINDS[type(value)]
+
+
+def _instance(value: Any, kind: type, where: str) -> Any:
+    if type(value) is not kind:
+        raise Misfit(f"{where} is {_NOUNS[_KINDS[kind]]} in other rows, {_noun(value)} here")
+    return value
+
+
+def _int(value: Any, where: str) -> Any:
+    _kind_of(value, where)
+    return _instance(value, int, where)
+
+
+def _float(value: Any, where: str) -> float:
+    if type(value) is int:
+        _kind_of(value, where)
+        return float(value)
+    return float(_instance(value, float, where))
+
+
+def _struct(value: Any, of_field: dict[str, Converter], where: str) -> dict[str, object]:
+    _instance(value, dict, where)
+    for name in value:
+        if name not in of_field:
+            raise Misfit(f"{where} has a field {name!r} that no earlier row has")
+    return {name: of_field[name](element) for name, element in value.items()}
+
+
+def _noun(value: object) -> str:
+    return _NOUNS[_KINDS[type(value)]]
+
+
+_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "string",
+    list: "list",
+    dict: "struct",
+}
+_NOUNS = {
+    "null": "null",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "list": "a list",
+    "struct": "an object",
+}
+_ARROW = {
+    "null": pa.null(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "string": pa.string(),
+}

@@ -1,0 +1,279 @@
+"""What travels inside the program: named types, none of which needs torch or ray.
+
+A sample is one generation: sample id = row index * n + sample index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Unmasking = Literal["single", "threshold"]
+StopAt = Literal["early", "block", "never"]
+Confidence = Literal["max", "sampled", "sampled_tempered", "sampled_filtered"]
+NoiseKey = Literal["position_step", "position"]
+FinishReason = Literal["stop", "length"]
+Purpose = Literal["data", "audit"]
+PromptKind = Literal["messages", "prompt"]
+
+SKIP_CODES = frozenset({"too_long_skipped"})  # error rows that a spec asked for: no failures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one sample is decoded; every field is resolved, none is left to a default of the model.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 are off. `stop_ids` end the sample; the
+    first one to stand in the generated part is where it is cut, itself excluded.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    unmasking: Unmasking = "single"
+    threshold: float = 0.9
+    stop_at: StopAt = "early"
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    confidence: Confidence = "sampled_tempered"
+    noise_key: NoiseKey = "position_step"
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 or a finite number above, got {self.temperature}"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sample for the engine. `noise_key` is 64 bits; `draft_free` asks for no drafts."""
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    noise_key: int
+    params: SamplingParams
+    draft_free: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleStats:
+    """What depends on scheduling, and therefore never enters data/.
+
+    A forward is a verify forward the sample took part in (NFE); a clean pass stores a finished
+    block's KV and is counted apart, fused or not.
+    """
+
+    num_forwards: int = 0
+    num_clean_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What the engine makes of a request.
+
+    `token_ids` is trimmed (no stop token). `commit_step[i]` is the forward of draft-free decoding
+    that fixed token i, counted from 0 over the sample. `num_draft_free_forwards` is how many
+    forwards draft-free decoding of this sample takes. `text` is set where a stop string ended the
+    sample: its text up to there.
+    """
+
+    sample_id: int
+    token_ids: tuple[int, ...]
+    commit_step: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_draft_free_forwards: int
+    stats: SampleStats
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowError:
+    """Why a sample has no generation: goes to errors/, the job goes on."""
+
+    code: str
+    stage: str
+    message: str
+    attempts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """Sample ids lent to one actor. Audit leases are decoded again draft-free."""
+
+    lease_id: int
+    sample_ids: tuple[int, ...]
+    purpose: Purpose = "data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What a published segment tells the driver: metadata only, no rows."""
+
+    name: str
+    purpose: Purpose
+    sample_ids: tuple[int, ...]
+    num_rows: int
+    num_errors: int
+    num_bytes: int
+    checksum: str
+    num_tokens: int
+    stats: SampleStats
+    num_draft_free_forwards: int
+    error_codes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """An actor's state, as `collect` returns it: new receipts and what is still in flight."""
+
+    receipts: Sequence[Receipt] = field(default_factory=tuple)
+    num_in_flight: int = 0
+    num_waiting: int = 0
+    num_unpublished: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One pinned file. `digest` says what it holds; size and mtime_ns say whether to look again."""
+
+    path: str
+    format: str
+    size: int
+    mtime_ns: int
+    digest: str
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputChunk:
+    """Neighbouring rows that are read together: where they stand in their file.
+
+    `offset` and `num_bytes` are bytes for text formats, a row group or batch number and 0 for the
+    others. `line` is the 1-based line of the first row, 0 where lines mean nothing.
+    """
+
+    file: int
+    first_row: int
+    num_rows: int
+    offset: int
+    num_bytes: int
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedInput:
+    """What the input is, frozen when the job is submitted: actors read their rows by it.
+
+    `schema` is the serialised Arrow schema of the whole input. `faults` are the first rows known
+    to be unusable, `num_faults` how many there are (text formats only; tables are read later).
+    """
+
+    files: tuple[InputFile, ...]
+    chunks: tuple[InputChunk, ...]
+    num_rows: int
+    schema: bytes
+    prompt_column: str
+    prompt_kind: PromptKind
+    custom_id_column: str | None = None
+    num_faults: int = 0
+    faults: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What of the input decides the output: content, never a path or a time."""
+        digests = [file.digest for file in self.files]
+        if len(digests) != 1:
+            digests = [hashlib.sha256("\n".join(digests).encode()).hexdigest()]
+        return {
+            "digest": digests[0],
+            "num_rows": self.num_rows,
+            "prompt_column": self.prompt_column,
+            "prompt_kind": self.prompt_kind,
+            "custom_id_column": self.custom_id_column,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A sample that is done, one way or the other, as an actor hands it to the store.
+
+    `rows` is the input rows it came with and `position` its row in them; the kept columns are
+    taken from there. `text` is the decoded completion, "" for an error. `seed` is the row's seed or
+    the job's. `prompt_text` is the rendered prompt, or the raw row where it could not be rendered.
+    """
+
+    sample_id: int
+    custom_id: str
+    seed: int
+    result: Completion | RowError
+    rows: pa.Table
+    position: int
+    text: str = ""
+    prompt_text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """Samples decoded again draft-free, compared with what was published."""
+
+    num_compared: int
+    num_differed: int
+    differing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """How this run went, for the card and the summary: facts that never decide the output."""
+
+    drafter: str
+    target: str
+    device: str = "cpu"
+    num_actors: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """How far a job is: what the screen, `status` and an attached command read.
+
+    The files themselves are the truth. Durable and in flight are apart; speeds leave out what
+    earlier runs did; `exit_code` stands once the driver has ended.
+    """
+
+    state: str
+    num_samples: int
+    num_durable: int
+    num_in_flight: int = 0
+    num_errors: int = 0
+    num_audits: int = 0
+    num_audited: int = 0
+    num_actors: int = 0
+    num_actors_wanted: int = 0
+    tokens_per_s: float = 0.0
+    rows_per_s: float = 0.0
+    accepted_per_forward: float = 0.0
+    num_forwards_saved: int = 0
+    forwards_ratio: float = 1.0
+    eta_s: float | None = None
+    elapsed_s: float = 0.0
+    time: float = 0.0
+    exit_code: int | None = None
+    message: str = ""

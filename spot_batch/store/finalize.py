@@ -1,0 +1,69 @@
+"""The end of a job: every id accounted for, then the card, the summary and `_SUCCESS`."""
+
+from __future__ import annotations
+
+import logging
+
+from spot_batch.records import CheckResult, RunFacts
+from spot_batch.store.card import CardFacts, render_card
+from spot_batch.store.directory import TOOL_VERSION, JobDirectory
+from spot_batch.store.files import clear_folder, write_atomically
+from spot_batch.store.intervals import IntervalSet
+from spot_batch.store.parts import compact
+from spot_batch.store.scan import scan
+from spot_batch.store.summary import Summary, Totals
+
+logger = logging.getLogger(__name__)
+
+
+def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | None) -> Summary:
+    """Publishes what is left to publish and marks the job complete; ValueError where ids miss.
+
+    `_SUCCESS` is withheld where the check found a difference and `equivalence.on_fail` is stop.
+    May be called again: a complete job stays as it is but for card and summary.
+    """
+    published = scan(job)
+    if len(published.data) != job.num_samples:
+        gaps = IntervalSet(published.data.gaps(job.num_samples))
+        raise ValueError(f"{job.root}: {len(gaps)} samples are missing ({str(gaps)[:200]})")
+    parts = [compact(job, index) for index in range(job.num_parts)]
+    assert sum(part.num_rows + part.num_errors for part in parts) == job.num_samples
+    for path in sorted(job.data.iterdir()):
+        if path.name not in {part.name for part in parts}:
+            logger.warning("data/%s: not a part of this job; readers of data/ see it", path.name)
+    totals = sum((part.totals for part in parts), start=Totals())
+    summary = Summary(
+        name=job.spec.name,
+        fingerprint=job.fingerprint,
+        version=TOOL_VERSION,
+        num_rows=job.pinned.num_rows,
+        totals=totals,
+        reproducible=job.spec.speculation.numerics == "canonical",
+        check=check,
+        facts=facts,
+    )
+    write_card(job, summary)
+    write_atomically(job.summary_path, summary.to_json().encode(), tmp=job.tmp)
+    failed = check is not None and check.num_differed > 0
+    if failed and job.spec.equivalence.on_fail == "stop":
+        job.success.unlink(missing_ok=True)
+    else:
+        write_atomically(job.success, b"", tmp=job.tmp)
+    clear_folder(job.segments)
+    clear_folder(job.tmp)
+    return summary
+
+
+def write_card(job: JobDirectory, summary: Summary | None = None) -> None:
+    """README.md: of a finished job with its summary, of a running one without."""
+    card = render_card(
+        CardFacts(
+            spec=job.spec,
+            fingerprint=job.fingerprint,
+            fields=job.fields,
+            pinned=job.pinned,
+            has_errors=job.errors.is_dir() and any(job.errors.glob("*.arrow")),
+            summary=summary,
+        )
+    )
+    write_atomically(job.readme, card.encode(), tmp=job.tmp)

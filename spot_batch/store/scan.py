@@ -1,0 +1,169 @@
+"""What is published, rebuilt from the files themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from spot_batch.store.directory import JobDirectory
+from spot_batch.store.intervals import IntervalSet
+from spot_batch.store.schema import BATCH_ROWS
+from spot_batch.store.segments import BadSegment, SegmentInfo, list_segments, read_info
+from spot_batch.store.summary import Totals
+
+logger = logging.getLogger(__name__)
+
+PART_KEY = b"spot_batch.part"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartInfo:
+    """A published part: `num_rows` in data/, `num_errors` in errors/, together all of its ids."""
+
+    index: int
+    name: str
+    num_rows: int
+    num_errors: int
+    sha256: str
+    totals: Totals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """What is done, by sample id. `data` is what need not be generated again, errors included."""
+
+    data: IntervalSet = field(default_factory=IntervalSet)
+    in_parts: IntervalSet = field(default_factory=IntervalSet)
+    audits: IntervalSet = field(default_factory=IntervalSet)
+    segments: tuple[SegmentInfo, ...] = ()
+    audit_segments: tuple[SegmentInfo, ...] = ()
+    parts: tuple[PartInfo, ...] = ()
+
+    @property
+    def totals(self) -> Totals:
+        """Counts so far; a sample that stands in two segments is counted twice until compacted."""
+        loose = [s.totals for s in self.segments if not self.in_parts.contains_all(s.ids)]
+        return sum((part.totals for part in self.parts), start=sum(loose, start=Totals()))
+
+
+def scan(job: JobDirectory) -> Published:
+    """Reads every part's and segment's footer; files that do not count are named in a warning."""
+    in_parts = IntervalSet()
+    parts = []
+    for index in range(job.num_parts):
+        part = read_part(job, index)
+        if part is not None:
+            ids = job.part_ids(index)
+            in_parts.add_range(ids.start, ids.stop)
+            parts.append(part)
+    data = IntervalSet(in_parts.ranges())
+    segments = tuple(_whole_segments(job, job.segments))
+    for segment in segments:
+        data.update(segment.ids)
+    audit_segments = tuple(_whole_segments(job, job.audit))
+    audits = IntervalSet()
+    for segment in audit_segments:
+        audits.update(segment.ids)
+    return Published(
+        data=data,
+        in_parts=in_parts,
+        audits=audits,
+        segments=segments,
+        audit_segments=audit_segments,
+        parts=tuple(parts),
+    )
+
+
+def read_part(job: JobDirectory, index: int) -> PartInfo | None:
+    """The published part, or None where it is missing or does not count (with a warning)."""
+    name = job.part_name(index)
+    path = job.data / name
+    if not path.exists():
+        return None
+    try:
+        num_rows = count_rows(path, job.schema)
+        errors_path = job.errors / name
+        num_errors = 0 if not errors_path.exists() else count_rows(errors_path, None)
+        stored = _stored_facts(job.stats / name)
+    except (pa.ArrowInvalid, BadPart, KeyError, ValueError) as error:
+        logger.warning("data/%s: does not count, its samples are made again: %s", name, error)
+        return None
+    if num_rows + num_errors != len(job.part_ids(index)) or stored.num_errors != num_errors:
+        logger.warning(
+            "data/%s: does not count, its samples are made again: %d rows and %d errors for %d ids",
+            name,
+            num_rows,
+            num_errors,
+            len(job.part_ids(index)),
+        )
+        return None
+    if path.stat().st_size != stored.num_bytes:
+        logger.warning("data/%s: does not count, its samples are made again: its size", name)
+        return None
+    return PartInfo(
+        index=index,
+        name=name,
+        num_rows=num_rows,
+        num_errors=num_errors,
+        sha256=stored.sha256,
+        totals=stored.totals,
+    )
+
+
+class BadPart(ValueError):
+    """A file named as a part that is none of this job's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartFacts:
+    """What the statistics part says of the data part beside it."""
+
+    num_bytes: int
+    num_errors: int
+    sha256: str
+    totals: Totals
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> PartFacts:
+        tree = json.loads(text)
+        tree["totals"] = Totals(**tree["totals"])
+        return cls(**tree)
+
+
+def _stored_facts(path: Path) -> PartFacts:
+    if not path.exists():
+        raise BadPart("no statistics stand beside it")
+    with pa.memory_map(str(path)) as source:
+        metadata = pa.ipc.open_file(source).schema.metadata or {}
+    return PartFacts.from_json(metadata[PART_KEY])
+
+
+def count_rows(path: Path, schema: pa.Schema | None) -> int:
+    """Rows of a part from its footer and its last batch: all others hold BATCH_ROWS."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        if schema is not None and not reader.schema.equals(schema, check_metadata=True):
+            raise BadPart("its schema or fingerprint is not this job's")
+        batches = int(reader.num_record_batches)
+        if batches == 0:
+            return 0
+        return (batches - 1) * BATCH_ROWS + int(reader.get_batch(batches - 1).num_rows)
+
+
+def _whole_segments(job: JobDirectory, folder: Path) -> Iterator[SegmentInfo]:
+    for path in list_segments(folder):
+        try:
+            info = read_info(path, fingerprint=job.fingerprint, num_samples=job.num_samples)
+        except FileNotFoundError:  # compacted and deleted meanwhile: its ids are in a part
+            continue
+        except BadSegment as error:
+            logger.warning("%s: ignored, its samples are made again: %s", path.name, error)
+            continue
+        yield info

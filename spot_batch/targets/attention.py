@@ -1,0 +1,222 @@
+"""Attention over slots, registered with transformers' attention interface.
+
+The slot stands on the batch axis, its keys are [stored prefix, parent, own, padding] at their
+absolute positions, and the padded length is a function of the slot's own start. So a slot's bits do
+not depend on what else is in the forward (architecture.md section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from spot_batch.targets.slots import Kept, SlotBatch
+
+ATTENTION_NAME = "spot_slots"
+
+_KEY_STEP = 128
+"""Keys are padded to a multiple of this, so that few shapes occur."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKV:
+    """KV of the kept slots: (layers, n, kv heads, W, head dim) each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class KVCache:
+    """The prefix of each sample, stored once: (rows, kv heads, positions, head dim) a layer."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        num_positions: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_rows, num_kv_heads, padded_length(num_positions), head_dim)
+        # Zeros, not junk: masked keys get weight 0, and 0 times NaN would still be NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a row holds."""
+        return self.keys[0].shape[2]
+
+    def ensure(self, num_positions: int) -> None:
+        """Make every row hold at least so many positions; what is stored stays."""
+        missing = padded_length(num_positions) - self.num_positions
+        if missing > 0:
+            self.keys = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.keys]
+            self.values = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.values]
+
+    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+        """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
+        assert isinstance(kept, KeptKV), type(kept)
+        width = kept.keys.shape[3]
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            keys[row, :, start : start + width] = kept.keys[layer, index]
+            values[row, :, start : start + width] = kept.values[layer, index]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Slots whose padded key length is the same; one attention call each."""
+
+    index: Tensor
+    length: int
+    row: Tensor
+    key_at: Tensor
+    parent_member: Tensor
+    parent: Tensor
+    parent_at: Tensor
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class SlotAttention:
+    """What a forward's attention needs besides queries, keys and values; made once a forward."""
+
+    slots: SlotBatch
+    cache: KVCache
+    width: int
+    groups: Sequence[_Group] = field(default_factory=tuple)
+    store_row: Tensor | None = None
+    store_at: Tensor | None = None
+    stored: Tensor | None = None
+    kept: Tensor | None = None
+    kept_keys: list[Tensor] = field(default_factory=list)
+    kept_values: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, slots: SlotBatch, cache: KVCache) -> SlotAttention:
+        """Plan the attention of a forward over `slots`."""
+        device, width = slots.ids.device, slots.ids.shape[1]
+        offsets = torch.arange(width, device=device)
+        lengths = padded_lengths(slots.start + width)
+        groups = []
+        for length in sorted(set(lengths.tolist())):
+            index = torch.nonzero(lengths == length).squeeze(1)
+            start, parent = slots.start[index], slots.parent[index]
+            member = torch.nonzero(parent >= 0).squeeze(1)
+            masked = torch.arange(length, device=device) >= (start + width)[:, None]
+            groups.append(
+                _Group(
+                    index=index,
+                    length=length,
+                    row=slots.row[index],
+                    key_at=start[:, None] + offsets,
+                    parent_member=member,
+                    parent=parent[member],
+                    parent_at=(start[member] - width)[:, None] + offsets,
+                    mask=masked[:, None, None, :],
+                )
+            )
+        stored = torch.nonzero(slots.store).squeeze(1)
+        return cls(
+            slots,
+            cache,
+            width,
+            groups,
+            store_row=slots.row[stored][:, None],
+            store_at=slots.start[stored][:, None] + offsets,
+            stored=stored,
+            kept=torch.nonzero(slots.keep).squeeze(1),
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """(S, heads, W, dim) queries, (S, kv heads, W, dim) keys, values -> (S, W, heads, dim)."""
+        cache_keys, cache_values = self.cache.keys[layer], self.cache.values[layer]
+        assert self.stored is not None
+        assert self.kept is not None
+        if len(self.stored):
+            # Advanced indices first and third: the heads move behind them.
+            cache_keys[self.store_row, :, self.store_at] = key[self.stored].transpose(1, 2)
+            cache_values[self.store_row, :, self.store_at] = value[self.stored].transpose(1, 2)
+        if len(self.kept):
+            self.kept_keys.append(key[self.kept])
+            self.kept_values.append(value[self.kept])
+        num_slots, num_heads, width, dim = query.shape
+        num_kv_heads = key.shape[1]
+        # A group's query heads share one key head and all see the same keys: more query rows.
+        folded = query.reshape(num_slots, num_kv_heads, num_heads // num_kv_heads * width, dim)
+        out = torch.empty_like(folded)
+        for group in self.groups:
+            keys = self._gather(cache_keys, key, group)
+            values = self._gather(cache_values, value, group)
+            bias = torch.zeros(group.mask.shape, dtype=query.dtype, device=query.device)
+            bias.masked_fill_(group.mask, float("-inf"))
+            bias = bias.expand(-1, -1, folded.shape[2], -1)
+            out[group.index] = functional.scaled_dot_product_attention(
+                folded[group.index], keys, values, attn_mask=bias, scale=scale
+            )
+        return out.view(num_slots, num_heads, width, dim).transpose(1, 2)
+
+    def _gather(self, cache: Tensor, own: Tensor, group: _Group) -> Tensor:
+        """Keys (or values) of a group at their absolute positions: (G, kv heads, length, dim)."""
+        rows = cache[:, :, : group.length].index_select(0, group.row)
+        if len(group.parent_member):
+            rows[group.parent_member[:, None], :, group.parent_at] = own[group.parent].transpose(
+                1, 2
+            )
+        member = torch.arange(len(group.index), device=rows.device)[:, None]
+        rows[member, :, group.key_at] = own[group.index].transpose(1, 2)
+        return rows
+
+    def kept_kv(self) -> KeptKV:
+        """The KV of the kept slots of the forward that has just run."""
+        if not self.kept_keys:
+            nothing = torch.empty(0)
+            return KeptKV(nothing, nothing)
+        return KeptKV(torch.stack(self.kept_keys), torch.stack(self.kept_values))
+
+
+def padded_length(num_keys: int) -> int:
+    """Keys a slot attends over, padding included, given how many it really has."""
+    return -(-num_keys // _KEY_STEP) * _KEY_STEP
+
+
+def padded_lengths(num_keys: Tensor) -> Tensor:
+    """`padded_length` of a tensor."""
+    return (num_keys + _KEY_STEP - 1).div(_KEY_STEP, rounding_mode="floor") * _KEY_STEP
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    slot_attention: SlotAttention,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, heads, S * W, dim) -> (1, S * W, heads, dim)."""
+    assert dropout == 0.0, "slots are for inference"
+    width = slot_attention.width
+
+    def by_slot(rows: Tensor) -> Tensor:
+        _, num_heads, num_rows, dim = rows.shape
+        return rows.view(num_heads, num_rows // width, width, dim).transpose(0, 1)
+
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = slot_attention.attend(layer, by_slot(query), by_slot(key), by_slot(value), scaling)
+    return out.reshape(1, -1, *out.shape[2:]), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)

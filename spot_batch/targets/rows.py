@@ -1,0 +1,142 @@
+"""Linears at row counts from one proven set, so that a row's bits do not depend on the batch.
+
+A GEMM library picks its kernel and its blocking by the shape of the call; another number of rows
+may mean another order of summation and other last bits. Within one call a row depends neither on
+the other rows' content nor on its place. So every linear is called in tiles whose row counts were
+shown, on this machine, to give equal bits (architecture.md section 5, canonical numerics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+TILE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Row counts that are tried, in slots."""
+
+_FALLBACK_TILE = 8
+_PROBE_ROUNDS = 1
+
+
+class RowTiles:
+    """How the rows of a forward are cut into calls. One object a target, shared by its linears.
+
+    `sizes` in slots, ascending. None leaves rows uncut (`numerics: fast`).
+    """
+
+    def __init__(self, block_length: int, sizes: Sequence[int] | None) -> None:
+        self.block_length = block_length
+        self.sizes = None if sizes is None else tuple(sorted(sizes))
+        self._plans: dict[int, tuple[int, ...]] = {}
+
+    def padded(self, num_slots: int) -> int:
+        """The number of slots to run so that the tiles fit."""
+        if self.sizes is None:
+            return num_slots
+        smallest = self.sizes[0]
+        return -(-num_slots // smallest) * smallest
+
+    def plan(self, num_rows: int) -> tuple[int, ...]:
+        """Row counts of the calls that make up `num_rows`, largest first."""
+        plan = self._plans.get(num_rows)
+        if plan is None:
+            plan = self._plans[num_rows] = self._cut(num_rows)
+        return plan
+
+    def _cut(self, num_rows: int) -> tuple[int, ...]:
+        if self.sizes is None:
+            return (num_rows,)
+        num_slots, odd = divmod(num_rows, self.block_length)
+        assert not odd, f"{num_rows} rows are not whole slots of {self.block_length}"
+        calls: list[int] = []
+        for size in reversed(self.sizes):
+            count, num_slots = divmod(num_slots, size)
+            calls += [size * self.block_length] * count
+        assert not num_slots, f"{num_rows} rows are not padded to tiles of {self.sizes}"
+        return tuple(calls)
+
+
+class TiledLinear(nn.Module):
+    """A linear that runs in the calls its tiles say. Takes over the weight of an `nn.Linear`."""
+
+    def __init__(self, linear: nn.Linear, tiles: RowTiles) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.tiles = tiles
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., in) -> (..., out)"""
+        flat = rows.reshape(-1, rows.shape[-1])
+        plan = self.tiles.plan(len(flat))
+        if len(plan) == 1:
+            out = functional.linear(flat, self.weight, self.bias)
+        else:
+            out = flat.new_empty(len(flat), len(self.weight))
+            done = 0
+            for count in plan:
+                tile = functional.linear(flat[done : done + count], self.weight, self.bias)
+                out[done : done + count] = tile
+                done += count
+        return out.view(*rows.shape[:-1], -1)
+
+
+def tile_linears(model: nn.Module, tiles: RowTiles) -> list[TiledLinear]:
+    """Replace every linear below `model` by a tiled one; returns them."""
+    tiled = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                replacement = TiledLinear(child, tiles)
+                setattr(parent, name, replacement)
+                tiled.append(replacement)
+    return tiled
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What decides which kernel a linear takes."""
+
+    num_in: int
+    num_out: int
+    bias: bool
+
+
+@torch.inference_mode()
+def proven_tiles(linears: Iterable[TiledLinear], block_length: int) -> tuple[int, ...]:
+    """The largest set of tile sizes at which all the linears give equal bits, on this machine.
+
+    Each shape is probed on random rows: a size belongs to a class if every row comes out as it does
+    from the class's largest size, wherever it stands in the call. If no two sizes agree the answer
+    is tiles of 8 slots.
+    """
+    shapes: dict[LinearShape, TiledLinear] = {}
+    for linear in linears:
+        num_out, num_in = linear.weight.shape
+        shapes.setdefault(LinearShape(num_in, num_out, linear.bias is not None), linear)
+    agreeing = {(a, b): True for a in TILE_SIZES for b in TILE_SIZES}
+    for number, (shape, linear) in enumerate(
+        sorted(shapes.items(), key=lambda item: repr(item[0]))
+    ):
+        for round_index in range(_PROBE_ROUNDS):
+            generator = torch.Generator().manual_seed(1000 * number + round_index)
+            rows = torch.randn(TILE_SIZES[-1] * block_length, shape.num_in, generator=generator)
+            rows = rows.to(linear.weight.device, linear.weight.dtype)
+            outputs = {size: _in_tiles(linear, rows, size * block_length) for size in TILE_SIZES}
+            for a, b in agreeing:
+                agreeing[a, b] &= torch.equal(outputs[a], outputs[b])
+    classes = [
+        tuple(size for size in TILE_SIZES if agreeing[size, anchor]) for anchor in TILE_SIZES
+    ]
+    best = max(classes, key=lambda sizes: (len(sizes), sizes[-1]))
+    return best if len(best) > 1 else (_FALLBACK_TILE,)
+
+
+def _in_tiles(linear: TiledLinear, rows: Tensor, count: int) -> Tensor:
+    """The linear of `rows`, `count` at a time; a row's place in its call changes with count."""
+    tiles = [functional.linear(tile, linear.weight, linear.bias) for tile in rows.split(count)]
+    return torch.cat(tiles)

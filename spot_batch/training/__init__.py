@@ -1,0 +1,1 @@
+"""Training: the bundled target's recipe and the corpus it learns from."""

@@ -1,0 +1,179 @@
+"""Commands that start no Ray: what is refused and why, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from spot_batch.cli import app, specs
+from spot_batch.cli.screen import printable
+from spot_batch.job import load_spec
+from spot_batch.store import JobDirectory
+
+
+class Done:
+    """What a command did, its output and complaints apart."""
+
+    def __init__(self, arguments: Sequence[str | Path]) -> None:
+        result = CliRunner().invoke(app, [str(each) for each in arguments])
+        self.code, self.shown, self.wrong = result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + {n}?"}) + "\n" for n in range(5)))
+    return path
+
+
+def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
+    heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'datasets', 'pydantic'}"
+    script = f"import sys, spot_batch.cli; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-i", "nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
+        (["-i", "{rows}", "--prompt", "quest"], ["'quest'", "'question'"]),
+        (["-i", "{rows}", "--set", "generation.temprature=1"], ["generation.temperature"]),
+        (["-i", "{rows}", "--set", "speculation"], ["key=value"]),
+        (["-i", "{rows}", "--model", "./nowhere"], ["./nowhere", "no such folder"]),
+        (["-i", "{rows}", "--drafter", "./nowhere"], ["nowhere"]),
+        (["-i", "{rows}", "--temperature", "-1"], ["generation.temperature", "-1"]),
+        (["-i", "{rows}", "--actors", "none"], ["resources.actors", "none"]),
+        (["nowhere.yaml"], ["nowhere.yaml", "no such spec"]),
+        ([], ["input.source", "missing"]),
+    ],
+)
+def test_what_a_person_got_wrong_is_named_in_one_message(
+    rows: Path, tmp_path: Path, arguments: list[str], named: list[str]
+) -> None:
+    given = [each.format(rows=rows) for each in arguments]
+    done = Done(["submit", "-o", tmp_path / "out", *given])
+    assert done.code == 2, done.shown + done.wrong
+    assert "Traceback" not in done.wrong
+    assert done.wrong.startswith("spot-batch: ")
+    for word in named:
+        assert word in done.wrong
+
+
+def test_rows_of_equal_ids_are_refused_with_both_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    done = Done(["submit", "-i", path, "-o", tmp_path / "out", "--set", "input.custom_id=id"])
+    assert done.code == 2
+    assert "line 1" in done.wrong
+    assert "line 2" in done.wrong
+
+
+def test_a_job_of_no_rows_is_complete_at_once_and_stays_so(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    out = tmp_path / "out"
+    command = ["submit", "-i", path, "-o", out, "--json"]
+    done = Done(command)
+    assert done.code == 0, done.shown + done.wrong
+    assert json.loads(done.shown)["summary"]["totals"]["num_samples"] == 0
+    job = JobDirectory.open(out)
+    with pa.OSFile(str(job.data / job.part_name(0))) as source:
+        table = pa.ipc.open_file(source).read_all()
+    assert table.num_rows == 0
+    assert {"generation", "token_ids", "usage"} <= set(table.column_names)
+    again = Done(command)
+    assert json.loads(again.shown)["message"] == "complete already"
+    other = Done([*command, "--max-new-tokens", "7"])
+    assert other.code == 2
+    assert "generation.max_new_tokens: 256 (directory) != 7 (spec)" in other.wrong
+
+
+def test_a_folder_of_something_else_is_left_alone(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    done = Done(["submit", "-i", rows, "-o", out])
+    assert done.code == 2
+    assert "thesis.tex" in done.wrong
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+
+
+def test_a_dry_run_shows_the_prompt_and_writes_nothing(rows: Path, tmp_path: Path) -> None:
+    done = Done(["submit", "-i", rows, "-o", tmp_path / "out", "--dry-run"])
+    assert done.code == 0, done.wrong
+    assert "0 + 0?" in done.shown
+    assert "tokens:" in done.shown
+    assert "drafter" in done.shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_saved_spec_is_the_same_job(rows: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.yaml"
+    out = ["-o", tmp_path / "out", "--dry-run", "--json"]
+    first = Done(["submit", "-i", rows, "--seed", "7", "--save-spec", saved, *out])
+    second = Done(["submit", saved, *out])
+    assert first.code == second.code == 0, first.wrong + second.wrong
+    assert json.loads(first.shown)["fingerprint"] == json.loads(second.shown)["fingerprint"]
+
+
+def test_validate_renders_prompts_and_counts_rows_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one?"}\n{"text": ""}\n{"text": "three?"}\n')
+    done = Done(["validate", "-i", path])
+    assert done.code == 0, done.wrong
+    assert "one?" in done.shown
+    assert "three?" in done.shown
+    assert "1 of 3 rows cannot be used: empty_prompt" in done.shown
+    document = json.loads(Done(["validate", "-i", path, "--json"]).shown)
+    assert document["faults"] == {"empty_prompt": 1}
+    assert document["columns"]["generation"] == "string"
+
+
+def test_status_reads_the_directory_alone(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    out = tmp_path / "out"
+    assert Done(["submit", "-i", path, "-o", out]).code == 0
+    done = Done(["status", out, "--json"])
+    assert json.loads(done.shown)["state"] == "complete"
+    assert "rows 0/0" in Done(["status", out]).shown
+    missing = Done(["status", tmp_path])
+    assert missing.code == 2
+    assert "not a job directory" in missing.wrong
+
+
+def test_init_writes_a_spec_that_loads_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    assert Done(["init", path]).code == 0
+    assert load_spec(path).name == "my-job"
+    again = Done(["init", path])
+    assert again.code == 2
+    assert "is there already" in again.wrong
+
+
+def test_the_packaged_specs_load_and_say_what_they_are() -> None:
+    names = [path.stem for path in specs.packaged()]
+    assert {"quickstart", "gsm8k"} <= set(names)
+    for path in specs.packaged():
+        assert load_spec(path).name == path.stem
+        assert specs.about(path)
+    assert "gsm8k" in Done(["jobs"]).shown
+    assert "bundled model answers the packaged kinds of problem only" in Done(["jobs", "gsm8k"]).shown
+
+
+def test_another_input_is_not_read_the_way_of_the_packaged_one(rows: Path, tmp_path: Path) -> None:
+    done = Done(["submit", "gsm8k", "-i", rows, "-o", tmp_path / "out", "--dry-run"])
+    assert done.code == 0, done.wrong
+    assert "5 rows" in done.shown
+
+
+def test_text_cannot_speak_to_the_terminal() -> None:
+    assert printable("\x1b[31mred\x07\u202eab\n\t[bold]") == "\\x1b[31mred\\x07\\u202eab\n\t[bold]"

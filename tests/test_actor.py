@@ -1,0 +1,143 @@
+"""An actor in this process, without ray, on the bundled target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from spot_batch.actor import Actor
+from spot_batch.records import Lease, Progress, Purpose, Receipt
+from spot_batch.store import JobDirectory, StorageFull, compact, compare_audits, scan
+from tests.driver.jobs import begin, prompts, small_spec, write_rows
+
+SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
+
+
+def make_job(
+    folder: Path, rows: Sequence[object], overrides: Mapping[str, object] | None = None
+) -> JobDirectory:
+    spec = small_spec(write_rows(folder, rows), {**SHORT, **(overrides or {})})
+    return begin(folder / "out", spec)[0]
+
+
+@contextmanager
+def acting(job: JobDirectory, index: int = 0) -> Iterator[Actor]:
+    actor = Actor(job.root, index)
+    try:
+        yield actor
+    finally:
+        actor.stop()
+
+
+def lease(ids: Sequence[int], purpose: Purpose = "data") -> Lease:
+    return Lease(lease_id=1, sample_ids=tuple(ids), purpose=purpose)
+
+
+def collect(actor: Actor, count: int, *, timeout_s: float = 60.0) -> list[Receipt]:
+    """Receipts until they cover `count` samples."""
+    receipts: list[Receipt] = []
+    end = time.monotonic() + timeout_s
+    while sum(receipt.num_rows for receipt in receipts) < count:
+        assert time.monotonic() < end, "waited in vain"
+        receipts += actor.collect(0.5).receipts
+    return receipts
+
+
+def rows_of(job: JobDirectory) -> list[dict[str, object]]:
+    compact(job, 0)
+    with pa.OSFile(str(job.data / job.part_name(0))) as source:
+        rows: list[dict[str, object]] = pa.ipc.open_file(source).read_all().to_pylist()
+    return rows
+
+
+def test_leases_of_any_order_and_size_publish_the_same_rows(tmp_path: Path) -> None:
+    forward = make_job(tmp_path / "a", prompts(6))
+    with acting(forward) as actor:
+        actor.offer(lease(range(6)))
+        collect(actor, 6)
+    backward = make_job(tmp_path / "b", prompts(6), {"engine.max_sequences": 2})
+    with acting(backward) as actor:
+        for sample_id in reversed(range(6)):
+            actor.offer(lease([sample_id]))
+        collect(actor, 6)
+    assert rows_of(forward) == rows_of(backward)
+    name = forward.part_name(0)
+    assert (forward.data / name).read_bytes() == (backward.data / name).read_bytes()
+
+
+def test_a_faulty_row_is_an_error_and_its_neighbours_are_rows(tmp_path: Path) -> None:
+    rows = [*prompts(2), {"id": "empty", "question": ""}, {"id": "long", "question": "fig " * 5000}]
+    job = make_job(tmp_path, rows)
+    with acting(job) as actor:
+        actor.offer(lease(range(4)))
+        receipts = collect(actor, 4)
+    assert sum(receipt.num_errors for receipt in receipts) == 2
+    codes = sorted(code for receipt in receipts for code in receipt.error_codes)
+    assert codes == ["empty_prompt", "too_long"]
+    assert [row["id"] for row in rows_of(job)] == ["q-0", "q-1"]
+
+
+def test_an_audit_beside_its_own_sample_gives_the_same_tokens(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(4))
+    with acting(job) as actor:
+        actor.offer(lease([0, 1, 2, 3]))
+        actor.offer(lease([1, 2], "audit"))
+        receipts = collect(actor, 6)
+    assert {receipt.purpose for receipt in receipts} == {"data", "audit"}
+    published = scan(job)
+    assert list(published.audits) == [1, 2]
+    assert len(published.data) == 4
+    check = compare_audits(job)
+    assert (check.num_compared, check.num_differed) == (2, 0)
+
+
+def test_temperature_and_seed_may_come_from_the_row(tmp_path: Path) -> None:
+    rows = [{"question": "1 + 1?", "temperature": 0.0, "seed": 7} for _ in range(2)]
+    job = make_job(tmp_path, rows, {"generation.per_row": ["temperature", "seed"]})
+    with acting(job) as actor:
+        actor.offer(lease([0, 1]))
+        collect(actor, 2)
+    first, second = rows_of(job)
+    assert first["token_ids"] == second["token_ids"]
+    assert first["seed"] == 7
+
+
+def test_stopping_publishes_what_is_finished_and_gives_up_the_rest(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(8), {"engine.max_sequences": 1})
+    actor = Actor(job.root, 0)
+    actor.offer(lease(range(8)))
+    first = collect(actor, 1)
+    last = actor.stop()
+    done = sum(receipt.num_rows for receipt in (*first, *last.receipts))
+    assert 1 <= done < 8
+    assert len(scan(job).data) == done
+
+
+def test_what_ends_the_engine_is_raised_to_whoever_collects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts(1))
+
+    def full(*_: object, **__: object) -> Receipt:
+        raise StorageFull(28, "no space left", "segments")
+
+    monkeypatch.setattr("spot_batch.actor.publish_segment", full)
+    actor = Actor(job.root, 0)
+    actor.offer(lease([0]))
+    with pytest.raises(StorageFull, match="no space left"):
+        for _ in range(120):
+            actor.collect(0.5)
+
+
+def test_an_idle_actor_reports_nothing_and_waits(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1))
+    with acting(job) as actor:
+        began = time.monotonic()
+        progress = actor.collect(0.3)
+        assert time.monotonic() - began >= 0.3
+    assert progress == Progress(elapsed_s=progress.elapsed_s)
