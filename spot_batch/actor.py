@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
 
 logger = logging.getLogger(__name__)
 
-AUTO_MAX_SEQUENCES = {"cpu": 16, "cuda": 128}
+# On a CPU more samples a forward bring no more tokens a second, only later first rows.
+AUTO_MAX_SEQUENCES = {"cpu": 8, "cuda": 128}
 # Samples prepared and waiting in the engine, beside those in flight.
 READY_SHARE = 0.5
 # The first rows are published early: a person waits to see them.
@@ -68,28 +70,30 @@ class Actor:
 
     def __init__(self, out: Path, index: int, *, device: str = "auto") -> None:
         # The model code of transformers takes seconds to import, and only actors need it.
+        from spot_batch.targets.numerics import measure_numerics
         from spot_batch.targets.qwen3 import load_target
 
         started_s = time.monotonic()
         self._job = JobDirectory.open(out)
         self._name = f"actor-{index}"
         spec = self._job.spec
-        torch.set_num_threads(cpu_threads(spec))
+        torch.set_num_threads(spec.resources.num_threads)
         where = torch.device(_device(device))
         info = model_info(spec)
         drafter = choose_drafter(wanted_drafter(spec), info)
-        tokenizer = load_tokenizer(info.path)
+        self._tokenizer = tokenizer = load_tokenizer(info.path)
+        canonical = spec.speculation.numerics == "canonical"
+        target = load_target(info, dtype=spec.model.target.dtype, device=where, canonical=canonical)
+        if canonical:
+            numerics = measure_numerics(target)
+            numerics.require(self._job.claim_numerics(asdict(numerics)))
         self._engine = Engine(
-            load_target(
-                info,
-                dtype=spec.model.target.dtype,
-                device=where,
-                canonical=spec.speculation.numerics == "canonical",
-            ),
+            target,
             load_drafter(drafter, block_length=info.block_length, device=where),
             engine_settings(spec, where),
+            decode=self._text,
+            record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
         )
-        self._tokenizer = tokenizer
         self._preparer = sample_preparer(spec, self._job.pinned, info, tokenizer)
         self._max_sequences = engine_settings(spec, where).max_sequences
         self._publish_s = spec.scheduling.publish_seconds
@@ -153,7 +157,7 @@ class Actor:
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(cpu_threads(self._job.spec))  # OpenMP counts by thread
+        torch.set_num_threads(self._job.spec.resources.num_threads)  # OpenMP counts by thread
         try:
             while not self._stopping:
                 self._admit()
@@ -200,11 +204,17 @@ class Actor:
             self._queue.extendleft(reversed(held))
         return taken
 
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """What the generation column holds; stop strings are looked for in the same."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
     def _finish(self, completion: Completion) -> None:
         sample = self._samples.pop(completion.sample_id)
-        text = self._tokenizer.decode(
-            completion.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text = completion.text if completion.text is not None else self._text(completion.token_ids)
         self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
 
     def _publish_if_due(self) -> None:
@@ -252,11 +262,6 @@ def wanted_drafter(spec: JobSpec) -> str:
     if spec.speculation.budget == 0:
         return "none"
     return spec.model.drafter.path or spec.model.drafter.kind
-
-
-def cpu_threads(spec: JobSpec) -> int:
-    """Threads of an actor. `auto` is one, however many actors there are: it decides the bits."""
-    return 1 if spec.resources.cpu_threads == "auto" else spec.resources.cpu_threads
 
 
 def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:

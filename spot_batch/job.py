@@ -33,7 +33,7 @@ MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
 
 Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf"]
 PerRow = Literal["temperature", "seed", "max_new_tokens"]
-OptionalColumn = Literal["token_ids", "commit_step", "usage", "rendered_prompt"]
+OptionalColumn = Literal["token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"]
 
 
 class SpecError(ValueError):
@@ -211,6 +211,7 @@ class OutputSpec(Section):
     compression: Literal["zstd", "lz4", "none"] = "zstd"
     prefix: str = ""
     include: tuple[OptionalColumn, ...] = ("token_ids", "commit_step", "usage")
+    trajectory_every: Count = 4
     license: str | None = None
 
     @field_validator("path", mode="after")
@@ -235,9 +236,14 @@ class ResourcesSpec(Section):
     gpus_per_actor: AutoOrAmount = "auto"
     cpu_threads: AutoOrCount = 1
 
+    @property
+    def num_threads(self) -> int:
+        """Threads of an actor. `auto` is one, however many actors there are: it decides bits."""
+        return 1 if self.cpu_threads == "auto" else self.cpu_threads
+
 
 class SchedulingSpec(Section):
-    order: Literal["longest_first", "input"] = "longest_first"
+    order: Literal["input"] = "input"
     lease_seconds: Seconds = 30.0
     publish_seconds: Seconds = 10.0
 
@@ -272,6 +278,12 @@ class JobSpec(Section):
     @classmethod
     def _long_forms(cls, value: object) -> object:
         return _spelled_out(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _trajectories_of_single(self) -> JobSpec:
+        if "trajectory" in self.output.include and self.generation.unmasking != "single":
+            raise ValueError("output.include: trajectory wants generation.unmasking single")
+        return self
 
     def rows_per_part(self, num_samples: int) -> int:
         """Samples to a part: from the spec and the pinned input alone, so that parts never move."""
@@ -366,9 +378,11 @@ def fingerprint_fields(
             "numerics": spec.speculation.numerics,
             "numerics_version": NUMERICS_VERSION,
         },
-        "resources": {"cpu_threads": spec.resources.cpu_threads},
+        "resources": {"cpu_threads": spec.resources.num_threads},
         "output": {
-            **spec.output.model_dump(mode="json", include={"compression", "prefix", "include"}),
+            **spec.output.model_dump(
+                mode="json", include={"compression", "prefix", "include", "trajectory_every"}
+            ),
             "rows_per_part": spec.rows_per_part(num_rows * spec.generation.n),
         },
     }

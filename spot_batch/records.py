@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 Unmasking = Literal["single", "threshold"]
 StopAt = Literal["early", "block", "never"]
@@ -83,13 +85,40 @@ class SampleStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisitedState:
+    """A state that decoding stood on: what the target said there, and what was committed next.
+
+    `masked` (W,) before the commit; `log_prob` (W * K,) float16 and `ids` (W * K,) int32 are the
+    target's top entries; `positions` and `tokens` are this state's own commit and those that
+    followed in its block.
+    """
+
+    start: int
+    num_committed: int
+    masked: tuple[bool, ...]
+    log_prob: NDArray[np.float16]
+    ids: NDArray[np.int32]
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """The states of a sample, in order, and the address of the noise they were left under."""
+
+    noise_key: int
+    temperature: float
+    states: tuple[VisitedState, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """What the engine makes of a request.
 
     `token_ids` is trimmed (no stop token). `commit_step[i]` is the forward of draft-free decoding
     that fixed token i, counted from 0 over the sample. `num_draft_free_forwards` is how many
     forwards draft-free decoding of this sample takes. `text` is set where a stop string ended the
-    sample: its text up to there.
+    sample: its text up to there. `trajectory` is set where the engine was asked to record.
     """
 
     sample_id: int
@@ -100,6 +129,7 @@ class Completion:
     num_draft_free_forwards: int
     stats: SampleStats
     text: str | None = None
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """The command line: parse, load the spec, call one function. Heavy imports stay in commands."""
 
+from spot_batch.cli import bench, training
 from spot_batch.cli.app import app
 
-__all__ = ["app"]
+__all__ = ["app", "bench", "training"]

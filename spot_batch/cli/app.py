@@ -8,11 +8,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from spot_batch.cli import specs
+
+if TYPE_CHECKING:
+    from spot_batch.job import JobSpec
 
 app = typer.Typer(
     name="spot-batch",
@@ -64,12 +67,15 @@ def speaking_plainly(command: Command) -> Command:
         try:
             code = command(*args, **kwargs)
         except ValueError as error:
+            if os.environ.get("SPOT_BATCH_TRACEBACK"):  # for those who work on spot-batch
+                raise
             _fail(str(error), 2)
         except OSError as error:
+            from spot_batch.driver.progress import no_space
             from spot_batch.store import StorageFull
 
             if isinstance(error, StorageFull):
-                _fail(str(error), 75)
+                _fail(no_space(error), 75)
             raise
         except KeyboardInterrupt:
             _fail("interrupted", 75)
@@ -115,9 +121,9 @@ def submit(
 ) -> int:
     """Run a job. The same command again resumes it, or follows it while it runs."""
     from spot_batch.cli import running
-    from spot_batch.job import load_spec
 
-    overrides = _overrides(
+    loaded, out = compose(
+        spec,
         inputs=inputs,
         sets=sets,
         values={
@@ -135,8 +141,6 @@ def submit(
             "name": name,
         },
     )
-    loaded = load_spec(specs.find(spec) if spec is not None else None, overrides)
-    out = Path(loaded.output.path) if loaded.output.path is not None else Path("out") / loaded.name
     return running.submit(loaded, out, as_json=as_json, dry_run=dry_run, save_spec=save_spec)
 
 
@@ -251,6 +255,24 @@ def main(
 
         print(__version__)
         raise typer.Exit
+
+
+def compose(
+    spec: str | None,
+    *,
+    inputs: list[str] | None,
+    sets: list[str] | None,
+    values: dict[str, object],
+) -> tuple[JobSpec, Path]:
+    """The spec of a file (or none) under the flags, and the job directory that it goes to."""
+    from spot_batch.job import load_spec
+
+    loaded = load_spec(
+        specs.find(spec) if spec is not None else None,
+        _overrides(inputs=inputs, sets=sets, values=values),
+    )
+    out = Path(loaded.output.path) if loaded.output.path is not None else Path("out") / loaded.name
+    return loaded, out
 
 
 def _overrides(

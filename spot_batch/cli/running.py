@@ -94,7 +94,11 @@ def _run_or_follow(
         except DriverAlive as alive:
             _check_same(directory, plan)
             screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
-            heartbeat = _follow(screen, directory)
+            try:
+                heartbeat = _follow(screen, directory)
+            except KeyboardInterrupt:
+                screen.line("it goes on without this command")
+                return Exit.RESUMABLE
             if heartbeat is None:
                 screen.line("its driver is gone: going on with the job here")
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import textwrap
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -108,13 +109,13 @@ class JobScreen:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self.last is not None:
+        if self.last is not None and self.last.state != "complete":
             self._screen.line(describe(self.last))
 
     def update(self, heartbeat: Heartbeat) -> None:
         self.last = heartbeat
         if self._live is not None:
-            self._live.update(_display(heartbeat))
+            self._live.update(_display(heartbeat, width=self._screen.console.width))
             return
         now_s = time.monotonic()
         if heartbeat.state != self._state and heartbeat.exit_code is None:
@@ -151,14 +152,15 @@ class _LogLines(logging.Handler):
         self._screen.line(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
 
 
-def _display(heartbeat: Heartbeat) -> Group:
+def _display(heartbeat: Heartbeat, *, width: int) -> Group:
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         Text(heartbeat.state),
         ProgressBar(total=max(1, heartbeat.num_samples), completed=heartbeat.num_durable, width=40),
         Text(f"{heartbeat.num_durable:,}/{heartbeat.num_samples:,}"),
     )
-    return Group(bar, Text(describe(heartbeat), style="dim"))
+    lines = textwrap.wrap(describe(heartbeat), width=max(20, width - 1))
+    return Group(bar, Text("\n".join(lines), style="dim"))
 
 
 def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from spot_batch.decoding.recording import TrajectoryRecorder
 from spot_batch.decoding.stops import Decode, End, find_end
 from spot_batch.decoding.transition import Choice, Rule, States, transition
 from spot_batch.decoding.tree import ROOT, DraftTree, Edge, Key
@@ -90,6 +90,7 @@ class _Sample:
     num_clean_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    recorder: TrajectoryRecorder | None = None
 
     @classmethod
     def of(cls, request: Request, *, row: int, width: int) -> _Sample:
@@ -159,6 +160,7 @@ class _Sample:
             commit_step=tuple(self.steps[: end.num_tokens]),
             finish_reason=end.reason,
             text=end.text,
+            trajectory=None if self.recorder is None else self.recorder.trajectory(self.request),
             num_prompt_tokens=len(self.request.prompt_ids),
             num_draft_free_forwards=self.step,
             stats=SampleStats(
@@ -267,32 +269,11 @@ class _Walker:
     key: Key = ROOT
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A state that a walk stood on: what the target said there and what it committed.
-
-    masked (W,) before the commit; log_prob, ids (W, K) of the target's top entries.
-    """
-
-    request: Request
-    start: int
-    num_committed: int
-    masked: tuple[bool, ...]
-    commits: Key
-    log_prob: Tensor
-    ids: Tensor
-
-
-class Recorder(Protocol):
-    """Told of every state that is visited, in order within a sample: how trajectories are made."""
-
-    def visit(self, visit: Visit) -> None: ...
-
-
 class Engine:
     """Decodes many samples on one device. `add` requests, call `step` while `has_work`.
 
-    `decode` turns token ids into text; samples with stop strings need it.
+    `decode` turns token ids into text; samples with stop strings need it. With `record_every` each
+    completion carries one visited state in so many (`single` unmasking only); 0 is off.
     """
 
     def __init__(
@@ -302,11 +283,11 @@ class Engine:
         settings: EngineSettings,
         *,
         decode: Decode | None = None,
-        recorder: Recorder | None = None,
+        record_every: int = 0,
     ) -> None:
         self._target = target
         self._decode = decode
-        self._recorder = recorder
+        self._record_every = record_every
         self._drafter = drafter
         self._settings = settings
         self._waiting: deque[Request] = deque()
@@ -513,7 +494,7 @@ class Engine:
         )
         choice = transition(logits, states, rule)
         token, commit = choice.token.tolist(), choice.commit.tolist()
-        if self._recorder is not None:
+        if self._record_every:
             self._record(samples, logits, states, choice)
         going: list[_Walker] = []
         resting: list[int] = []
@@ -536,20 +517,18 @@ class Engine:
     def _record(
         self, samples: Sequence[_Sample], logits: Tensor, states: States, choice: Choice
     ) -> None:
-        assert self._recorder is not None
         log_prob, ids = top_log_probs(logits, states.masked, self._stale.width)
         token, commit = choice.token.tolist(), choice.commit.tolist()
         for index, sample in enumerate(samples):
-            self._recorder.visit(
-                Visit(
-                    sample.request,
-                    sample.start,
-                    sample.num_committed,
-                    tuple(sample.masked),
-                    _commits(token[index], commit[index]),
-                    log_prob[index],
-                    ids[index],
-                )
+            if sample.recorder is None:
+                sample.recorder = TrajectoryRecorder(self._record_every)
+            sample.recorder.visit(
+                start=sample.start,
+                num_committed=sample.num_committed,
+                masked=tuple(sample.masked),
+                commits=_commits(token[index], commit[index]),
+                log_prob=log_prob[index],
+                ids=ids[index],
             )
 
     def _advance(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -162,7 +163,10 @@ def load_order(path: Path, *, block_length: int, device: torch.device) -> OrderD
     top-k.
     """
     card = read_card(path)
-    config = OrderConfig(**card["config"])  # type: ignore[arg-type]
+    try:
+        config = OrderConfig(**card["config"])
+    except TypeError as error:
+        raise ValueError(f"{path.with_suffix('.json')}: not a config of ours ({error})") from error
     weights = path.with_suffix(".safetensors")
     if config.block_length != block_length:
         raise ValueError(
@@ -179,7 +183,7 @@ def load_order(path: Path, *, block_length: int, device: torch.device) -> OrderD
     return OrderDrafter(model.to(device), name=str(card.get("name", path.stem)))
 
 
-def read_card(path: Path) -> dict[str, object]:
+def read_card(path: Path) -> dict[str, Any]:
     """The card beside a drafter. Raises ValueError naming the file."""
     file = path.with_suffix(".json")
     try:

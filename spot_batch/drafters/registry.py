@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,9 +45,7 @@ def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
     fitting = []
     for file in sorted(_ASSETS.glob("*.json")):
         card = read_card(file)
-        config = card["config"]
-        assert isinstance(config, dict)
-        if config["block_length"] == info.block_length:
+        if card["config"]["block_length"] == info.block_length:
             if card.get("target_weights") == info.weight_hash:
                 return DrafterChoice("order", file.with_suffix(""), "trained for this target")
             fitting.append(file.with_suffix(""))
@@ -55,6 +54,11 @@ def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
         return DrafterChoice("order", fitting[0], why)
     why = f"no order drafter of block length {info.block_length} is at hand"
     return DrafterChoice("ranking", None, why)
+
+
+def packaged_drafters() -> list[dict[str, Any]]:
+    """The cards of the drafters that come with the package, by name."""
+    return [read_card(file) for file in sorted(_ASSETS.glob("*.json"))]
 
 
 def load_drafter(

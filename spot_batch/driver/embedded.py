@@ -76,13 +76,22 @@ def _temp_folder() -> Iterator[Path]:
     if len(str(parent)) + len(TEMP_PREFIX) + 8 > LONGEST_TEMP_PATH:
         parent = Path("/tmp")  # a longer path would not fit Ray's sockets
     _sweep_temp_folders(parent)
-    folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=parent))
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    folder, lock = _locked_folder(parent)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder and the lock on it; another driver's sweep may come before the lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=parent))
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "lock").exists():
+            return folder, lock
         os.close(lock)
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spot_batch.actor import Actor, ActorInfo, cpu_threads
+from spot_batch.actor import Actor, ActorInfo
 from spot_batch.driver.embedded import Machine
+from spot_batch.driver.progress import no_space
 from spot_batch.job import JobSpec
 from spot_batch.records import Lease, Progress
 from spot_batch.store import JobDirectory, StorageFull
@@ -41,9 +42,15 @@ class Member:
     pending: Any
     info: ActorInfo | None = None
     progress: Progress = field(default_factory=Progress)
+    num_published: int = 0
+
+    @property
+    def rows_per_s(self) -> float:
+        """Its speed so far; 0 where it has published nothing."""
+        return self.num_published / max(1e-3, self.progress.elapsed_s)
 
 
-class _RemoteActor:
+class RemoteActor:
     """What runs in the actor's process: an Actor behind calls that ray can carry."""
 
     def __init__(self, out: str, index: int) -> None:
@@ -151,8 +158,9 @@ class Fleet:
 
 
 def _failure(cause: BaseException, trace: str) -> Failure:
+    message = f"{cause}" if isinstance(cause, ValueError) else repr(cause)
     return Failure(
-        message=f"{cause}" if isinstance(cause, ValueError | OSError) else repr(cause),
+        message=no_space(cause) if isinstance(cause, StorageFull) else message,
         detail=trace,
         is_exception=True,
         is_refusal=isinstance(cause, ValueError),
@@ -164,7 +172,7 @@ def start_actor(out: str, index: int, *, num_gpus: float) -> Any:
     """A ray actor that restarts nothing by itself: the driver owns restarts."""
     import ray
 
-    remote = ray.remote(_RemoteActor)
+    remote = ray.remote(RemoteActor)
     return remote.options(
         num_cpus=0,
         num_gpus=num_gpus,
@@ -182,7 +190,7 @@ def num_actors(spec: JobSpec, machine: Machine, num_pending: int) -> int:
     if machine.num_gpus:
         room = int(machine.num_gpus / gpus_per_actor(spec, machine))
     else:
-        room = machine.num_cpus // cpu_threads(spec)
+        room = machine.num_cpus // spec.resources.num_threads
     return max(1, min(room, math.ceil(num_pending / ROWS_TO_AN_ACTOR)))
 
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Literal, Protocol
 
 from spot_batch.records import Heartbeat, Receipt
-from spot_batch.store.summary import Totals
+from spot_batch.store import StorageFull, Totals
 
 State = Literal["starting", "running", "stopping", "finishing", "complete", "stopped", "failed"]
 
@@ -121,6 +121,11 @@ class Meter:
             return None
         since_last_s = now_s - self._marks[-1][0]
         return max(0.0, (num_samples - self.totals.num_samples) / rows_per_s - since_last_s)
+
+
+def no_space(error: StorageFull) -> str:
+    """What a full disk means to the person who runs the job."""
+    return f"{error.filename}: {error.strerror}"
 
 
 def describe_seconds(seconds: float) -> str:

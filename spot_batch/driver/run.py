@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NamedTuple
 
-from spot_batch.actor import ActorInfo, cpu_threads, model_info, sample_preparer
+from spot_batch.actor import ActorInfo, model_info, sample_preparer
 from spot_batch.driver.compaction import Compactor
 from spot_batch.driver.embedded import Machine, embedded_ray
 from spot_batch.driver.fleet import Answer, Failure, Fleet, Member, num_actors
@@ -27,6 +28,7 @@ from spot_batch.driver.progress import (
     accepted_per_forward,
     describe_seconds,
     forwards_ratio,
+    no_space,
 )
 from spot_batch.inputs import audit_sample_ids
 from spot_batch.job import JobSpec
@@ -99,13 +101,13 @@ def run_job(
             if run.has_work:
                 # Ray puts a handler of its own on SIGTERM: ours goes back on top.
                 with (
-                    embedded_ray(cpu_threads=cpu_threads(job.spec)) as found,
+                    embedded_ray(cpu_threads=job.spec.resources.num_threads) as found,
                     stop_on_signals(stop),
                 ):
                     run.keep_actors_busy(found)
             return run.end()
     except StorageFull as error:
-        return run.ended("stopped", Exit.RESUMABLE, str(error))
+        return run.ended("stopped", Exit.RESUMABLE, no_space(error))
     except KeyboardInterrupt:
         return run.ended("stopped", Exit.RESUMABLE, "interrupted")
 
@@ -253,6 +255,7 @@ class _Run:
             self._welcome(fleet, member, answer)
         else:
             member.progress = answer
+            member.num_published += sum(receipt.num_rows for receipt in answer.receipts)
             self._record(member, answer.receipts)
         fleet.exchange(member, self._leases_for(member, fleet.num_wanted))
 
@@ -277,6 +280,10 @@ class _Run:
         assert member.info is not None
         held = member.progress.num_in_flight + member.progress.num_waiting
         room = QUEUE_DEPTH * member.info.max_sequences - held
+        if member.num_published:
+            # No more than `lease_seconds` of work, but never an empty slot.
+            enough = math.ceil(member.rows_per_s * self._job.spec.scheduling.lease_seconds)
+            room = min(room, max(enough, member.info.max_sequences - held))
         leases: list[Lease] = []
         while True:
             lease = self._pool.take(member.index, room=room, num_actors=num_wanted)

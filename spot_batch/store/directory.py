@@ -19,7 +19,9 @@ from spot_batch.store.card import CardFacts, render_card
 from spot_batch.store.files import (
     OutputError,
     StorageFull,
+    link_whole,
     speaking_plainly,
+    staged,
     write_atomically,
     write_durably,
 )
@@ -273,6 +275,17 @@ class JobDirectory:
     @property
     def schema_path(self) -> Path:
         return self.spot / "schema.arrow"
+
+    def claim_numerics(self, mine: Mapping[str, object]) -> dict[str, object]:
+        """The arithmetic that the job was begun with: `mine` where this actor is the first.
+
+        What comes back is for the actor to compare with its own.
+        """
+        with staged(self.tmp) as path:
+            write_durably(path, json.dumps(mine, indent=2).encode() + b"\n")
+            link_whole(path, self.numerics_path)
+        first: dict[str, object] = json.loads(self.numerics_path.read_text())
+        return first
 
     @property
     def numerics_path(self) -> Path:

@@ -22,6 +22,28 @@ USAGE = pa.struct(
         ("draft_free_forwards", pa.int32()),
     ]
 )
+TRAJECTORY = pa.struct(
+    [
+        ("noise_key", pa.uint64()),
+        ("temperature", pa.float32()),
+        (
+            "states",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("start", pa.int32()),
+                        ("num_committed", pa.int16()),
+                        ("masked", pa.list_(pa.bool_())),
+                        ("log_prob", pa.list_(pa.float16())),
+                        ("ids", pa.list_(pa.int32())),
+                        ("positions", pa.list_(pa.int16())),
+                        ("tokens", pa.list_(pa.int32())),
+                    ]
+                )
+            ),
+        ),
+    ]
+)
 ERROR_STRUCT = pa.struct(
     [
         ("code", pa.string()),
@@ -52,9 +74,10 @@ OWN_COLUMNS: dict[str, pa.DataType] = {
     "seed": pa.uint64(),
     "usage": USAGE,
     "rendered_prompt": pa.string(),
+    "trajectory": TRAJECTORY,
     "text_lossy": pa.bool_(),
 }
-OPTIONAL = frozenset({"token_ids", "commit_step", "usage", "rendered_prompt"})
+OPTIONAL = frozenset({"token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"})
 
 ERROR_SCHEMA = pa.schema(
     [

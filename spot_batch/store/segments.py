@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -221,6 +221,9 @@ def _own_values(outcomes: Sequence[Outcome], n: int) -> dict[str, list[object]]:
         values["token_ids"].append(result.token_ids)
         values["commit_step"].append(result.commit_step)
         values["rendered_prompt"].append(_text(outcome.prompt_text)[0])
+        values["trajectory"].append(
+            None if result.trajectory is None else asdict(result.trajectory)
+        )
         values["usage"].append(
             {
                 "prompt_tokens": result.num_prompt_tokens,
@@ -238,6 +241,7 @@ _OF_COMPLETIONS = (
     "token_ids",
     "commit_step",
     "rendered_prompt",
+    "trajectory",
     "usage",
 )
 

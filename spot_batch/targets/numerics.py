@@ -17,7 +17,7 @@ _PROBE_SLOTS = 7
 """A number that no tile has, so that the probe is cut into several calls."""
 
 
-class NumericsMismatch(RuntimeError):
+class NumericsMismatch(ValueError):
     """This actor's arithmetic is not that of the actor that began the job."""
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -132,7 +133,7 @@ def load_target(
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{info.path}: the weights cannot be loaded ({error})") from error
     wrong = sorted({*report["missing_keys"], *report["unexpected_keys"]})
     if wrong or report["mismatched_keys"]:

@@ -515,24 +515,31 @@ def assert_harmless(node: ast.AST) -> None:
 # ----------------------------------------------------------------------------------- prompts
 
 
-def held_out_problems(count: int, *, seed: int, hard_share: float = 0.4) -> Iterator[Problem]:
-    """The first `count` distinct held-out questions, a fixed share of them hard."""
+def held_out_problems(count: int, *, seed: int) -> Iterator[Problem]:
+    """The questions that figures are measured on."""
+    return problems(count, seed=seed, split="held-out")
+
+
+def problems(count: int, *, seed: int, split: Split, hard_share: float = 0.4) -> Iterator[Problem]:
+    """The first `count` distinct questions of a split, a fixed share of them hard."""
     seen: set[str] = set()
     index = 0
     while len(seen) < count:
         level: Level = "hard" if (index * hard_share) % 1.0 < hard_share else "easy"
-        problem = problem_at(index, split="held-out", seed=seed, level=level)
+        problem = problem_at(index, split=split, seed=seed, level=level)
         index += 1
         if problem.question not in seen:
             seen.add(problem.question)
             yield problem
 
 
-def write_prompts(path: Path, *, count: int = 240, seed: int = 0) -> None:
-    """Write held-out prompts as JSON lines: id, question, kind, answer."""
+def write_prompts(
+    path: Path, *, count: int = 240, seed: int = 0, split: Split = "held-out"
+) -> None:
+    """Write prompts as JSON lines: id, question, kind, answer."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as lines:
-        for problem in held_out_problems(count, seed=seed):
+        for problem in problems(count, seed=seed, split=split):
             row = {
                 "id": problem.id,
                 "question": problem.question,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -218,6 +218,27 @@ def evaluate_drafter(
 
 def _share(hits: Tensor) -> float:
     return hits.float().mean().item()
+
+
+def drafter_card(
+    name: str,
+    trajectories: Trajectories,
+    settings: DrafterSettings,
+    figures: Sequence[DepthFigures],
+) -> dict[str, object]:
+    """What a drafter's card says of its making."""
+    num_held_out = max(1, round(len(trajectories.sample_id.unique()) * settings.held_out))
+    trained = asdict(settings)
+    trained.pop("config")
+    return {
+        "name": name,
+        "target_weights": trajectories.metadata["weights"],
+        "num_states": len(trajectories),
+        "num_held_out_samples": num_held_out,
+        "temperatures": sorted({round(heat, 4) for heat in trajectories.temperature.tolist()}),
+        "training": trained,
+        "held_out": [asdict(one) for one in figures],
+    }
 
 
 def figures_table(figures: Sequence[DepthFigures]) -> str:

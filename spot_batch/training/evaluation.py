@@ -52,7 +52,6 @@ class Tally:
     same_position: int = 0
 
 
-@torch.no_grad()
 def evaluate(
     model: Qwen3Model,
     tokenizer: PreTrainedTokenizerFast,
@@ -127,6 +126,7 @@ def decode(
     return [flight.tokens[flight.prompt_length :] for flight in flights]
 
 
+@torch.no_grad()
 def last_block_logits(
     model: Qwen3Model, flights: Sequence[Flight], *, block_length: int, mask_id: int
 ) -> Tensor:

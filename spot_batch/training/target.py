@@ -4,6 +4,7 @@ The schedule is counted in steps. Every draw, of data and of noise, is addressed
 the step, so a run that resumes from a checkpoint goes on as if it had never stopped.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -81,7 +82,7 @@ def default_settings() -> TargetSettings:
             causal_phase(steps=750, hard_share=0.2, warmup=200),
             causal_phase(steps=500, hard_share=0.5),
             diffusion_phase(block_length=8, steps=80, lr=1.5e-3, warmup=20),
-            diffusion_phase(block_length=32, steps=900, lr=1.5e-3, final_lr=1e-4),
+            diffusion_phase(block_length=32, steps=1000, lr=1.5e-3, final_lr=1e-4),
         )
     )
 
@@ -148,7 +149,8 @@ def train_target(settings: TargetSettings, out: Path, *, stop_at: int | None = N
         log_step(out, training, phase, within, loss, norm)
         if training.step % settings.evaluate_steps == 0 and phase.objective == "diffusion":
             log_figures(out, training, evaluate_average(training, settings, tokenizer))
-        if training.step % settings.checkpoint_steps == 0 or training.step == last:
+        due = training.step % settings.checkpoint_steps == 0 or training.step == last
+        if due or training.step in phase_ends(settings):
             save_checkpoint(settings, out, training)
     return newest_checkpoint(out)
 
@@ -221,6 +223,11 @@ def phase_at(settings: TargetSettings, step: int) -> tuple[Phase, int]:
             return phase, step
         step -= phase.steps
     raise AssertionError("the step lies beyond the schedule")
+
+
+def phase_ends(settings: TargetSettings) -> list[int]:
+    """The steps at which a phase has just ended."""
+    return list(itertools.accumulate(phase.steps for phase in settings.phases))
 
 
 def learning_rate(phase: Phase, within: int) -> float:
@@ -334,10 +341,9 @@ def save_checkpoint(settings: TargetSettings, out: Path, training: Training) -> 
     (partial / "state.json").write_text(json.dumps(state, indent=1, default=str))
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
-    ends = np.cumsum([phase.steps for phase in settings.phases]).tolist()
     kept = checkpoints(out)[-settings.keep_checkpoints :]
     for old in checkpoints(out):
-        if old not in kept and step_of(old) not in ends:
+        if old not in kept and step_of(old) not in phase_ends(settings):
             shutil.rmtree(old)
 
 

@@ -1,117 +1,25 @@
-"""Trajectories: what draft-free decoding saw and committed, state by state; drafters learn from it.
+"""Trajectories: what decoding saw and committed, state by state; what drafters learn from.
 
-One row a visited state with its whole future inside the block, so that any row can be shuffled,
-filtered or split off without its neighbours. Rows are Arrow; nothing in them names a token's text.
+A job with `output.include: trajectory` records them. Here they become tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
+from pyarrow.dataset import dataset
 from torch import Tensor
 
-from spot_batch.decoding.engine import Visit
-from spot_batch.drafters.stale import TOP_K
-
-_BATCH_ROWS = 1024
-
-
-def trajectory_schema(block_length: int, width: int) -> pa.Schema:
-    """One visited state: its stale distributions (W * K flat), and the commits that followed in its
-    block, this state's own first."""
-    size = block_length * width
-    return pa.schema(
-        [
-            ("sample_id", pa.int64()),
-            ("start", pa.int32()),
-            ("num_committed", pa.int16()),
-            ("noise_key", pa.uint64()),
-            ("temperature", pa.float32()),
-            ("masked", pa.list_(pa.bool_(), block_length)),
-            ("log_prob", pa.list_(pa.float16(), size)),
-            ("ids", pa.list_(pa.int32(), size)),
-            ("positions", pa.list_(pa.int16())),
-            ("tokens", pa.list_(pa.int32())),
-        ]
-    )
-
-
-@dataclass(slots=True)
-class TrajectoryRecorder:
-    """Collects visits of `single` decoding and writes the rows of each block once it is left.
-
-    Give it to an `Engine` without a drafter; call `close` at the end.
-    """
-
-    path: Path
-    block_length: int
-    width: int
-    metadata: dict[str, str]
-    num_rows: int = 0
-    _open: dict[int, list[Visit]] = field(default_factory=dict)
-    _rows: list[dict[str, object]] = field(default_factory=list)
-    _writer: pa.RecordBatchFileWriter | None = None
-
-    def visit(self, visit: Visit) -> None:
-        """Take note of a state; see `decoding.engine.Recorder`."""
-        visits = self._open.setdefault(visit.request.sample_id, [])
-        if visits and visits[-1].start != visit.start:
-            self._emit(visits)
-            visits.clear()
-        visits.append(visit)
-
-    def close(self) -> None:
-        """Write what is left and make the file whole."""
-        for visits in self._open.values():
-            self._emit(visits)
-        self._open.clear()
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-            self._partial.replace(self.path)
-
-    @property
-    def _partial(self) -> Path:
-        return self.path.with_name(self.path.name + ".partial")
-
-    def _emit(self, visits: Sequence[Visit]) -> None:
-        commits = [visit.commits for visit in visits]
-        assert all(len(commit) == 1 for commit in commits), "trajectories are of single unmasking"
-        positions = [commit[0][0] for commit in commits]
-        tokens = [commit[0][1] for commit in commits]
-        for index, visit in enumerate(visits[:-1]):  # the last state has no commit to predict
-            self._rows.append(
-                {
-                    "sample_id": visit.request.sample_id,
-                    "start": visit.start,
-                    "num_committed": visit.num_committed,
-                    "noise_key": visit.request.noise_key,
-                    "temperature": visit.request.params.temperature,
-                    "masked": visit.masked,
-                    "log_prob": visit.log_prob.half().flatten().cpu().numpy(),
-                    "ids": visit.ids.int().flatten().cpu().numpy(),
-                    "positions": positions[index:],
-                    "tokens": tokens[index:],
-                }
-            )
-        if len(self._rows) >= _BATCH_ROWS:
-            self._flush()
-
-    def _flush(self) -> None:
-        schema = trajectory_schema(self.block_length, self.width).with_metadata(self.metadata)
-        if self._writer is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = pa.ipc.new_file(self._partial, schema)
-        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=schema))
-        self.num_rows += len(self._rows)
-        self._rows = []
+from spot_batch.store import JobDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,80 +76,93 @@ class Trajectories:
 
 
 def load_trajectories(paths: Sequence[Path]) -> Trajectories:
-    """Read recorded states of one model.
+    """Read the recorded states of finished jobs of one model.
 
-    Raises ValueError naming the file where it is torn, of another model, or where all are empty.
+    Raises ValueError naming the path where it is no finished job, recorded nothing, or is of
+    another model than the first.
     """
-    tables = [_read(path) for path in paths]
-    metadata = _metadata(tables[0])
-    for path, table in zip(paths, tables, strict=True):
-        other = _metadata(table)
-        for name in ("weights", "block_length"):
-            if other.get(name) != metadata.get(name):
+    parts = [_read_job(path) for path in paths]
+    if not parts:
+        raise ValueError("no job to read trajectories from")
+    metadata = parts[0].metadata
+    for path, part in zip(paths, parts, strict=True):
+        for name, wanted in metadata.items():
+            if part.metadata[name] != wanted:
                 raise ValueError(
                     f"{path}: recorded from another model than {paths[0]} "
-                    f"({name} {other.get(name)} against {metadata.get(name)})"
+                    f"({name} {part.metadata[name]} against {wanted})"
                 )
-    table = pa.concat_tables(tables)
-    if not table.num_rows:
-        raise ValueError(f"{paths[0]}: holds no states; record more prompts")
-    width = int(metadata["block_length"])
     offset = 0
-    shifted: list[NDArray[np.int64]] = []
-    for part in tables:  # sample ids of different files are different samples
-        ids = part["sample_id"].to_numpy()
-        shifted.append(ids + offset)
-        offset += int(ids.max(initial=-1)) + 1
-    num = table.num_rows
+    sample_ids = []
+    for part in parts:  # sample ids of different jobs are different samples
+        sample_ids.append(part.sample_id + offset)
+        offset += int(part.sample_id.max()) + 1
     return Trajectories(
-        sample_id=torch.from_numpy(np.concatenate(shifted)),
-        start=torch.tensor(table["start"].to_numpy(), dtype=torch.int64),
-        num_committed=torch.tensor(table["num_committed"].to_numpy(), dtype=torch.int64),
-        noise_key=torch.from_numpy(table["noise_key"].to_numpy().astype(np.int64)),
-        temperature=torch.tensor(table["temperature"].to_numpy()),
-        masked=torch.from_numpy(_flat(table["masked"], bool).reshape(num, width)),
-        log_prob=torch.from_numpy(_flat(table["log_prob"], np.float16).reshape(num, width, -1)),
-        ids=torch.from_numpy(_flat(table["ids"], np.int32).reshape(num, width, -1)),
-        positions=_padded(table["positions"], width),
-        tokens=_padded(table["tokens"], width),
+        sample_id=torch.cat(sample_ids),
+        start=torch.cat([part.start for part in parts]),
+        num_committed=torch.cat([part.num_committed for part in parts]),
+        noise_key=torch.cat([part.noise_key for part in parts]),
+        temperature=torch.cat([part.temperature for part in parts]),
+        masked=torch.cat([part.masked for part in parts]),
+        log_prob=torch.cat([part.log_prob for part in parts]),
+        ids=torch.cat([part.ids for part in parts]),
+        positions=torch.cat([part.positions for part in parts]),
+        tokens=torch.cat([part.tokens for part in parts]),
         metadata=metadata,
     )
 
 
-def _read(path: Path) -> pa.Table:
-    try:
-        with pa.OSFile(str(path)) as file:
-            return pa.ipc.open_file(file).read_all()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path}: not a whole trajectory file ({error})") from error
+def _read_job(path: Path) -> Trajectories:
+    job = JobDirectory.open(path)
+    if not job.is_complete:
+        raise ValueError(f"{path}: the job is not complete; resume it first")
+    name = job.spec.output.prefix + "trajectory"
+    if name not in job.schema.names:
+        raise ValueError(f"{path}: no trajectories; record them with output.include: trajectory")
+    fields = json.loads(job.fingerprint_path.read_text(encoding="utf-8"))["fields"]
+    table = dataset(job.data, format="ipc").to_table(columns=[name])
+    column = table[name].combine_chunks()
+    states = pc.struct_field(column, "states")
+    per_sample = pc.list_value_length(states).fill_null(0).to_numpy().astype(np.int64)
+    flat = pc.list_flatten(states)
+    num = len(flat)
+    if not num:
+        raise ValueError(f"{path}: holds no states; record more prompts, or longer answers")
+    sample = np.repeat(np.arange(len(per_sample)), per_sample)
+    masked = _even(pc.struct_field(flat, "masked"), num)
+    width = masked.shape[1]
+    log_prob = _even(pc.struct_field(flat, "log_prob"), num).reshape(num, width, -1)
+    ids = _even(pc.struct_field(flat, "ids"), num).reshape(num, width, -1)
+    keys = pc.struct_field(column, "noise_key").fill_null(0).to_numpy().astype(np.int64)
+    heat = pc.struct_field(column, "temperature").fill_null(0.0).to_numpy()
+    return Trajectories(
+        sample_id=torch.from_numpy(sample),
+        start=_integers(pc.struct_field(flat, "start")),
+        num_committed=_integers(pc.struct_field(flat, "num_committed")),
+        noise_key=torch.from_numpy(keys[sample]),
+        temperature=torch.from_numpy(heat[sample]),
+        masked=torch.from_numpy(masked),
+        log_prob=torch.from_numpy(log_prob),
+        ids=torch.from_numpy(ids),
+        positions=_padded(pc.struct_field(flat, "positions"), width),
+        tokens=_padded(pc.struct_field(flat, "tokens"), width),
+        metadata={"weights": str(fields["model.weights"]), "block_length": str(width)},
+    )
 
 
-def _metadata(table: pa.Table) -> dict[str, str]:
-    found = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    if "block_length" not in found or "weights" not in found:
-        raise ValueError("not a trajectory file: block_length or weights are not in its metadata")
-    return found
+def _even(column: pa.Array, num: int) -> NDArray[Any]:
+    """A column of equally long lists -> (num, length)."""
+    flat = np.array(pc.list_flatten(column).to_numpy(zero_copy_only=False))
+    return flat.reshape(num, -1)
 
 
-def _flat(column: pa.ChunkedArray, dtype: type) -> NDArray[np.generic]:
-    chunks = [np.asarray(chunk.flatten().to_numpy(zero_copy_only=False)) for chunk in column.chunks]
-    return np.concatenate(chunks).astype(dtype)
+def _integers(column: pa.Array) -> Tensor:
+    return torch.tensor(column.to_numpy(), dtype=torch.int64)
 
 
-def _padded(column: pa.ChunkedArray, width: int) -> Tensor:
-    out = torch.full((len(column), width), -1, dtype=torch.int64)
-    for row, values in enumerate(_lists(column)):
-        out[row, : len(values)] = torch.as_tensor(values)
-    return out
-
-
-def _lists(column: pa.ChunkedArray) -> Iterator[NDArray[np.int64]]:
-    for chunk in column.chunks:
-        values, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-        for first, last in pairwise(offsets):
-            yield values[first:last].astype(np.int64)
-
-
-def trajectory_metadata(*, weights: str, block_length: int) -> dict[str, str]:
-    """What a trajectory file says of its model."""
-    return {"weights": weights, "block_length": str(block_length), "top_k": str(TOP_K)}
+def _padded(column: pa.Array, width: int) -> Tensor:
+    """A column of lists -> (N, width), -1 behind each one's end."""
+    length = pc.list_value_length(column).to_numpy().astype(np.int64)
+    out = np.full((len(column), width), -1, dtype=np.int64)
+    out[np.arange(width) < length[:, None]] = pc.list_flatten(column).to_numpy()
+    return torch.from_numpy(out)

@@ -36,7 +36,9 @@ def rows(tmp_path: Path) -> Path:
 def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'datasets', 'pydantic'}"
     script = f"import sys, spot_batch.cli; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -166,7 +168,9 @@ def test_the_packaged_specs_load_and_say_what_they_are() -> None:
         assert load_spec(path).name == path.stem
         assert specs.about(path)
     assert "gsm8k" in Done(["jobs"]).shown
-    assert "bundled model answers the packaged kinds of problem only" in Done(["jobs", "gsm8k"]).shown
+    assert (
+        "bundled model answers the packaged kinds of problem only" in Done(["jobs", "gsm8k"]).shown
+    )
 
 
 def test_another_input_is_not_read_the_way_of_the_packaged_one(rows: Path, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from spot_batch.actor import Actor
 from spot_batch.driver.plan import JobPlan, plan_job
 from spot_batch.driver.progress import Silent
 from spot_batch.driver.run import JobResult, run_job
 from spot_batch.job import JobSpec, load_spec
-from spot_batch.store import JobDirectory, acquire_driver_lease, read_events
+from spot_batch.records import Lease
+from spot_batch.store import JobDirectory, acquire_driver_lease, compact, finalize, read_events
 
 # Several rounds of samples for each actor, over a block's end, published as they finish.
 SMALL: Mapping[str, object] = {
@@ -67,6 +69,21 @@ def run(out: Path, spec: JobSpec) -> JobResult:
         return run_job(job, plan.facts, Silent(), lease=lease)
 
 
+def run_here(out: Path, spec: JobSpec) -> JobDirectory:
+    """A whole job by one actor in this process, without ray."""
+    job, plan = begin(out, spec)
+    actor = Actor(job.root, 0)
+    actor.offer(Lease(lease_id=0, sample_ids=tuple(range(job.num_samples))))
+    done = 0
+    while done < job.num_samples:
+        done += sum(receipt.num_rows for receipt in actor.collect(60.0).receipts)
+    actor.stop()
+    for part in range(job.num_parts):
+        compact(job, part)
+    finalize(job, check=None, facts=plan.facts)
+    return job
+
+
 def data_hash(out: Path) -> str:
     """sha256 over names and bytes of data/."""
     digest = hashlib.sha256()
@@ -94,7 +111,7 @@ def start(arguments: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 120.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from spot_batch.driver.progress import Exit
-from spot_batch.store import JobDirectory
+from spot_batch.driver.progress import Exit, Silent
+from spot_batch.driver.run import run_job
+from spot_batch.store import JobDirectory, acquire_driver_lease, read_driver
 from tests.driver.jobs import (
     NUM_ROWS,
+    SPOT_BATCH,
     actor_pids,
+    begin,
     data_hash,
     events,
     flags,
@@ -27,6 +32,8 @@ from tests.driver.jobs import (
     wait_until,
     write_rows,
 )
+from tests.driver.poisoned import POISON, PoisonedRemote
+from tests.models import write_target
 
 pytestmark = pytest.mark.ray
 
@@ -107,11 +114,12 @@ def test_ctrl_c_flushes_and_stops_those_who_follow_too(
 ) -> None:
     out = tmp_path / "out"
     command = ["submit", "-i", str(rows), "-o", "out", *flags({"resources.actors": 1})]
-    driver = start(command, tmp_path)
-    wait_until(lambda: events(out, "actor_ready"))
-    follower = start(command, tmp_path)
+    both = [start(command, tmp_path), start(command, tmp_path)]
     wait_until(lambda: events(out, "segment"))
-    driver.send_signal(signal.SIGINT)
+    record = read_driver(JobDirectory.open(out))
+    assert record is not None
+    driver, follower = sorted(both, key=lambda process: process.pid != record.pid)
+    os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
     shown, wrong = driver.communicate(timeout=60)
     assert driver.returncode == Exit.RESUMABLE, shown + wrong
     assert f"spot-batch resume {out}" in shown
@@ -132,13 +140,84 @@ def test_a_job_whose_first_rows_all_fail_stops_early(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_too_many_error_rows_show_in_the_exit_code(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path, [*prompts(6), {"id": "empty", "question": ""}])
-    out = tmp_path / "out"
-    overrides = {"resources.actors": 1, "generation.max_new_tokens": 8}
-    result = run(out, small_spec(rows, overrides))
-    assert result.exit_code == Exit.TOO_MANY_ERRORS
+@pytest.mark.slow
+def test_a_row_that_kills_its_actor_ends_as_an_error_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = prompts(12)
+    rows[5]["question"] = f"How much {POISON} is too much?"
+    monkeypatch.setattr("spot_batch.driver.fleet.RemoteActor", PoisonedRemote)
+    overrides = {
+        "resources.actors": 1,
+        "generation.max_new_tokens": 8,
+        "failure.max_error_fraction": 0.1,
+    }
+    result = run(tmp_path / "out", small_spec(write_rows(tmp_path, rows), overrides))
+    assert result.exit_code == Exit.COMPLETE, result.message
     assert result.summary is not None
-    assert result.summary.totals.num_completions == 6
-    assert result.summary.totals.error_codes == {"empty_prompt": 1}
-    assert (out / "_SUCCESS").exists()
+    assert result.summary.totals.error_codes == {"actor_crash": 1}
+    assert result.summary.totals.num_completions == 11
+
+
+@pytest.mark.slow
+@pytest.mark.exact
+def test_greedy_bytes_survive_a_killed_actor_and_need_no_draft(rows: Path, tmp_path: Path) -> None:
+    greedy = {"generation.temperature": 0.0}
+    free = {**greedy, "speculation.budget": 0, "resources.actors": 1, "engine.max_sequences": 7}
+    assert run(tmp_path / "free", small_spec(rows, free)).exit_code == Exit.COMPLETE
+    out = tmp_path / "out"
+    process = start(["submit", "-i", str(rows), "-o", "out", *flags(greedy)], tmp_path)
+    wait_until(lambda: events(out, "segment"))
+    os.kill(actor_pids(out)[-1], signal.SIGKILL)
+    shown, wrong = process.communicate(timeout=200)
+    assert process.returncode == Exit.COMPLETE, shown + wrong
+    assert data_hash(out) == data_hash(tmp_path / "free")
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(["submit", "-i", str(rows), "-o", "out", *flags()], tmp_path)
+    wait_until(lambda: events(out, "actor_ready"))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    shown, wrong = process.communicate(timeout=30)
+    assert process.returncode == Exit.RESUMABLE, shown + wrong
+    assert not group_of(process.pid)
+
+
+@pytest.mark.slow
+def test_a_target_that_is_gone_is_said_once(rows: Path, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    spec = small_spec(rows, {"model.target": str(target), "resources.actors": 1})
+    job, plan = begin(tmp_path / "out", spec)
+    (target / "model.safetensors").unlink()
+    with acquire_driver_lease(job) as lease:
+        result = run_job(job, plan.facts, Silent(), lease=lease)
+    assert result.exit_code == Exit.BAD_INPUT
+    assert "no .safetensors file" in result.message
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_job_and_more_room_ends_it(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path, prompts(60))
+    (tmp_path / "disk").mkdir()
+    submit = [SPOT_BATCH, "submit", "-i", str(rows), "-o", "disk/out", "--max-new-tokens", "8"]
+    submit += ["--actors", "1", "--set", "scheduling.publish_seconds=0.1"]
+    script = (
+        "mount -t tmpfs -o size=100k tmpfs disk && "
+        '{ "$@"; test $? -eq 75 || exit 9; } && mount -o remount,size=10m disk && exec "$@"'
+    )
+    apart = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(
+            ["unshare", "--mount", "true"], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting needs privileges that this process lacks")
+    done = subprocess.run(
+        [*apart, *submit], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == Exit.COMPLETE, done.stdout + done.stderr
+    assert "no space left" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,31 +11,47 @@ import torch
 
 from spot_batch.drafters.order import OrderConfig, OrderModel, load_order, read_card, save_order
 from spot_batch.drafters.stale import MASKED, SINCE
-from spot_batch.targets.qwen3 import load_target
-from spot_batch.targets.registry import resolve_model
 from spot_batch.training.drafter import (
     DrafterSettings,
     draw_queries,
     make_examples,
     train_drafter,
 )
-from spot_batch.training.recording import RecordingSettings, record_trajectories
 from spot_batch.training.trajectories import Trajectories, load_trajectories
+from tests.driver.jobs import data_hash, run_here, small_spec, write_rows
 from tests.models import write_target
 
 WIDTH = 8
 SMALL = OrderConfig(block_length=WIDTH, num_layers=1, hidden_size=32, num_heads=2)
-QUESTIONS = [f"What is {n} plus {n}?" for n in range(12)]
+HEATS = (0.0, 0.5, 1.0, 1.5)
+
+
+def record(
+    folder: Path, target: Path, *, num_rows: int = 12, overrides: Mapping[str, object] | None = None
+) -> Path:
+    """A job that records every state, over rows of all temperatures; its directory."""
+    rows = [
+        {"question": f"What is {n} plus {n}?", "temperature": HEATS[n % 4]} for n in range(num_rows)
+    ]
+    asked = {
+        "model.target": str(target),
+        "generation.max_new_tokens": 32,
+        "generation.per_row": ["temperature"],
+        "output.include": ["token_ids", "commit_step", "usage", "trajectory"],
+        "output.trajectory_every": 1,
+        **(overrides or {}),
+    }
+    return run_here(folder / "out", small_spec(write_rows(folder, rows), asked)).root
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_target(tmp_path_factory.mktemp("target"), block_length=WIDTH, scale=3.0)
-    info = resolve_model(str(folder))
-    path = folder / "states.arrow"
-    settings = RecordingSettings(max_new_tokens=32)
-    record_trajectories(load_target(info), info, QUESTIONS, path, settings)
-    return path
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"), block_length=WIDTH, scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def recorded(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("job"), target)
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +153,44 @@ def test_a_card_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_card(tmp_path / "order")
 
 
+def test_drafts_change_nothing_of_what_is_recorded(
+    recorded: Path, target: Path, tmp_path: Path
+) -> None:
+    free = record(tmp_path, target, overrides={"speculation.budget": 0, "engine.max_sequences": 1})
+    assert data_hash(recorded) == data_hash(free)
+
+
+def test_every_fourth_state_is_a_quarter_of_all(
+    trajectories: Trajectories, target: Path, tmp_path: Path
+) -> None:
+    thin = load_trajectories([record(tmp_path, target, overrides={"output.trajectory_every": 4})])
+    assert abs(len(thin) - len(trajectories) / 4) <= len(trajectories) / 16
+
+
 def test_trajectories_of_another_model_are_refused(recorded: Path, tmp_path: Path) -> None:
     other = write_target(tmp_path / "other", block_length=WIDTH, seed=1)
-    info = resolve_model(str(other))
-    path = tmp_path / "other.arrow"
-    record_trajectories(
-        load_target(info), info, QUESTIONS[:1], path, RecordingSettings(max_new_tokens=8)
-    )
-    with pytest.raises(ValueError, match="recorded from another model"):
-        load_trajectories([recorded, path])
+    second = record(tmp_path, other, num_rows=2)
+    with pytest.raises(ValueError, match=r"recorded from another model than .* \(weights"):
+        load_trajectories([recorded, second])
 
 
-def test_a_torn_trajectory_file_is_refused_by_name(recorded: Path, tmp_path: Path) -> None:
-    torn = tmp_path / "torn.arrow"
-    torn.write_bytes(recorded.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"torn\.arrow: not a whole trajectory file"):
-        load_trajectories([torn])
+def test_a_job_that_recorded_nothing_is_refused(target: Path, tmp_path: Path) -> None:
+    plain = record(tmp_path, target, num_rows=2, overrides={"output.include": ["token_ids"]})
+    with pytest.raises(ValueError, match=r"no trajectories; record them with output.include"):
+        load_trajectories([plain])
+
+
+def test_an_unfinished_job_is_refused(recorded: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(recorded, copy)
+    (copy / "_SUCCESS").unlink()
+    with pytest.raises(ValueError, match="copy: the job is not complete; resume it first"):
+        load_trajectories([copy])
+
+
+def test_threshold_unmasking_cannot_be_recorded(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trajectory wants generation.unmasking single"):
+        record(tmp_path, target, overrides={"generation.unmasking": "threshold"})
 
 
 def test_trajectories_of_another_block_length_are_refused(trajectories: Trajectories) -> None:

@@ -1,0 +1,25 @@
+"""An actor whose process dies as soon as it is given a certain row."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from spot_batch.actor import Actor, ActorInfo
+from spot_batch.driver.fleet import RemoteActor
+
+POISON = "hemlock"
+
+
+class PoisonedActor(Actor):
+    def _admit(self) -> None:
+        super()._admit()
+        if any(POISON in sample.prepared.prompt_text for sample in self._samples.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class PoisonedRemote(RemoteActor):
+    def load(self) -> ActorInfo:
+        self._actor = PoisonedActor(Path(self._out), self._index)
+        return self._actor.info

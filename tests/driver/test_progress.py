@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from spot_batch.driver.progress import Meter, describe, describe_seconds
+from spot_batch.records import Heartbeat, Receipt, SampleStats
+from spot_batch.store import Totals
+
+
+def receipt(num_rows: int, num_tokens: int) -> Receipt:
+    return Receipt(
+        name="s",
+        purpose="data",
+        sample_ids=tuple(range(num_rows)),
+        num_rows=num_rows,
+        num_errors=0,
+        num_bytes=1,
+        checksum="",
+        num_tokens=num_tokens,
+        stats=SampleStats(num_forwards=num_tokens // 2, num_accepted=num_tokens // 2),
+        num_draft_free_forwards=num_tokens,
+    )
+
+
+def test_speed_leaves_out_what_earlier_runs_did() -> None:
+    meter = Meter(Totals(num_samples=1_000, num_tokens=50_000))
+    meter.started(100.0)
+    meter.add([receipt(10, 200)], 110.0)
+    assert meter.speeds() == (1.0, 20.0)
+    assert meter.totals.num_samples == 1_010
+    assert meter.here.num_samples == 10
+    assert meter.eta_s(1_040, 115.0) == 25.0
+
+
+def test_speed_is_that_of_the_last_minutes() -> None:
+    meter = Meter(Totals())
+    meter.started(0.0)
+    for minute in range(1, 11):
+        meter.add([receipt(60 if minute > 4 else 600, 0)], 60.0 * minute)
+    rows_per_s, _ = meter.speeds()
+    assert rows_per_s == 1.0
+
+
+def test_no_speed_means_no_estimate() -> None:
+    meter = Meter(Totals())
+    assert meter.speeds() == (0.0, 0.0)
+    assert meter.eta_s(10, 5.0) is None
+
+
+def test_the_progress_line_keeps_durable_and_in_flight_apart() -> None:
+    line = describe(
+        Heartbeat(
+            state="running",
+            num_samples=2_000,
+            num_durable=500,
+            num_in_flight=64,
+            num_forwards_saved=1_234,
+            forwards_ratio=2.5,
+            eta_s=75.0,
+            num_actors=1,
+            num_actors_wanted=2,
+        )
+    )
+    assert line.startswith("rows 500/2,000 (25.0 %) durable · in flight 64 · ")
+    assert "forwards saved 1,234 (2.50x)" in line
+    assert line.endswith("ETA 1 min 15 s · actors 1/2")
+
+
+def test_durations_are_written_as_people_write_them() -> None:
+    assert [describe_seconds(each) for each in (3.4, 61, 7_260)] == [
+        "3 s",
+        "1 min 01 s",
+        "2 h 01 min",
+    ]

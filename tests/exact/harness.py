@@ -1,0 +1,214 @@
+"""What the exactness tests share: drafters of every temper, an engine run to its end, a tally."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spot_batch.decoding import Engine, EngineSettings
+from spot_batch.drafters.base import Drafter, Proposals, TokenGate
+from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
+from spot_batch.drafters.ranking import RankingDrafter
+from spot_batch.drafters.stale import Queries, StaleStore
+from spot_batch.records import Completion, NoiseKey, Request
+from spot_batch.targets.slots import Target
+from tests.exact.reference import Commits
+
+DRAFTERS = ("none", "random", "adversarial", "oracle", "ranking", "order")
+
+Trace = Sequence[tuple[int, Commits]]
+"""Per forward of draft-free decoding: the block's start and what was fixed."""
+
+
+class RandomDrafter:
+    """Any tokens at any positions, masked or not; other ones each time it is asked."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int, seed: int, num_edges: int = 5) -> None:
+        self._vocab_size, self._num_edges = vocab_size, num_edges
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+        num_queries, width = queries.status.shape
+        shape = (num_queries, self._num_edges)
+        weight = torch.rand(shape, generator=self._generator)
+        position = torch.randint(width, shape, generator=self._generator)
+        token = torch.randint(self._vocab_size, shape, generator=self._generator)
+        return Proposals(position, token, weight / weight.sum(dim=1, keepdim=True))
+
+
+class OracleDrafter:
+    """Knows what is committed next: at every state on its sample's way, one guess of weight 1."""
+
+    name = "oracle"
+
+    def __init__(self, traces: Mapping[int, Trace]) -> None:
+        self._next: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for noise_key, trace in traces.items():
+            done: dict[int, int] = {}
+            for start, commits in trace:
+                for commit in commits:
+                    num_committed = done.get(start, 0)
+                    self._next[noise_key, start, num_committed] = commit
+                    done[start] = num_committed + 1
+
+    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+        following = self.following(queries)
+        known = [(0, 0) if commit is None else commit for commit in following]
+        position, token = torch.tensor(known).unbind(dim=1)
+        weight = torch.tensor([float(commit is not None) for commit in following])
+        return Proposals(position[:, None], token[:, None], weight[:, None])
+
+    def following(self, queries: Queries) -> list[tuple[int, int] | None]:
+        """Of each query the commit that follows so many, None behind the sample's end."""
+        addresses = zip(
+            queries.noise_key.tolist(),
+            queries.start.tolist(),
+            queries.num_committed.tolist(),
+            strict=True,
+        )
+        return [self._next.get((key % 2**64, start, done)) for key, start, done in addresses]
+
+
+class AdversarialDrafter:
+    """Breaks what it can: near misses of the truth, and what no drafter may return.
+
+    The right position with a wrong token (or the mask id, or two tokens at once), the right commit
+    from a state that is already wrong, positions that are committed, the same guess twice, weights
+    above one, infinite, negative or not a number.
+    """
+
+    name = "adversarial"
+
+    def __init__(self, traces: Mapping[int, Trace], *, vocab_size: int, mask_id: int) -> None:
+        self._oracle = OracleDrafter(traces)
+        self._vocab_size, self._mask_id = vocab_size, mask_id
+        self._turn = 0
+
+    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+        self._turn += 1
+        width = queries.status.shape[1]
+        edges = [
+            self._edges(commit or (0, 0), (self._turn + index) % 5, width)
+            for index, commit in enumerate(self._oracle.following(queries))
+        ]
+        position = torch.tensor([[edge[0] for edge in row] for row in edges])
+        token = torch.tensor([[edge[1] for edge in row] for row in edges])
+        weight = torch.tensor([[edge[2] for edge in row] for row in edges])
+        return Proposals(position, token, weight)
+
+    def _edges(self, right: tuple[int, int], turn: int, width: int) -> list[tuple[int, int, float]]:
+        """Four guesses beside a right one: (position, token, weight)."""
+        position, token = right
+        wrong, beside = (token + 1) % self._vocab_size, (position + 1) % width
+        if turn == 0:  # a wrong token, and every position of the block in its turn
+            return [(position, wrong, 0.9), (beside, token, 0.4), (beside, wrong, 0.3), (0, 0, 0.2)]
+        if turn == 1:  # the mask id as a token
+            return [(position, self._mask_id, 0.9), (beside, self._mask_id, 0.8)] * 2
+        if turn == 2:  # all is right, and all is there twice, from a state that may be anything
+            return [(position, token, 0.9)] * 2 + [(position, wrong, 0.9)] * 2
+        if turn == 3:  # no probabilities at all
+            return [
+                (position, token, float("nan")),
+                (position, wrong, float("inf")),
+                (beside, token, -1.0),
+                (beside, wrong, 7.0),
+            ]
+        return [(at % width, token, 0.5) for at in range(position, position + 4)]
+
+
+def make_drafter(name: str, target: Target, traces: Mapping[int, Trace], *, seed: int) -> Drafter | None:
+    """One of `DRAFTERS` for a target; oracle and adversary are told the truth."""
+    if name == "none":
+        return None
+    if name == "random":
+        return RandomDrafter(target.vocab_size, seed)
+    if name == "oracle":
+        return OracleDrafter(traces)
+    if name == "adversarial":
+        return AdversarialDrafter(traces, vocab_size=target.vocab_size, mask_id=target.mask_id)
+    if name == "ranking":
+        return RankingDrafter()
+    assert name == "order", name
+    return random_order_drafter(target.block_length, seed=seed)
+
+
+def random_order_drafter(block_length: int, *, seed: int) -> OrderDrafter:
+    """An order model that nobody has trained."""
+    config = OrderConfig(block_length=block_length, num_layers=1, hidden_size=16, num_heads=2)
+    model = OrderModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    gate = TokenGate("branch" if seed % 2 else "off")
+    return OrderDrafter(model, gate=gate)
+
+
+def decode_all(
+    target: Target,
+    drafter: Drafter | None,
+    settings: EngineSettings,
+    requests: Sequence[Request],
+    *,
+    at_once: int | None = None,
+) -> list[Completion]:
+    """Run an engine until all is done; returns what was done in the order in which it was.
+
+    `at_once`: how many requests arrive before the first round; one more comes after each round.
+    """
+    engine = Engine(target, drafter, settings)
+    first = len(requests) if at_once is None else at_once
+    for request in requests[:first]:
+        engine.add(request)
+    late = list(requests[first:])
+    done: list[Completion] = []
+    while engine.has_work or late:
+        done += engine.step()
+        if late:
+            engine.add(late.pop(0))
+    assert len(done) == len(requests), f"{len(requests)} went in, {len(done)} came out"
+    return done
+
+
+def same_sample(ours: Completion, theirs: Completion) -> bool:
+    """Everything that a job's output is made of."""
+    return (
+        ours.token_ids == theirs.token_ids
+        and ours.commit_step == theirs.commit_step
+        and ours.finish_reason == theirs.finish_reason
+        and ours.num_draft_free_forwards == theirs.num_draft_free_forwards
+        and ours.num_prompt_tokens == theirs.num_prompt_tokens
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sequences compared in a session of tests, those that differed, and what else to say."""
+
+    num_compared: int = 0
+    differing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *, same: bool, what: object) -> None:
+        """Count one comparison."""
+        self.num_compared += 1
+        if not same:
+            self.differing.append(str(what))
+
+    def note(self, line: str) -> None:
+        """A line for the end of the session."""
+        if line not in self.notes:
+            self.notes.append(line)
+
+
+def bits_equal(left: Tensor, right: Tensor) -> bool:
+    """Same shape, same dtype, same bits (a NaN equals itself, 0.0 is not -0.0)."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return torch.equal(left.contiguous().view(words), right.contiguous().view(words))

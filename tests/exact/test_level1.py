@@ -1,0 +1,572 @@
+"""Level 1: on real bodies a slot's bits depend on its own sample only.
+
+A body of width 64 shows little; the one that counts is four random layers of width 1024, in bfloat16
+and float32, on one thread and on two. The first test says how much there is to see on this machine:
+without tiles some row counts do give other bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from spot_batch.decoding import EngineSettings
+from spot_batch.drafters.ranking import RankingDrafter
+from spot_batch.records import Completion, Request, SamplingParams
+from spot_batch.targets import rows as rows_module
+from spot_batch.targets.attention import KVCache
+from spot_batch.targets.qwen3 import BlockTarget, load_target, qwen3_config
+from spot_batch.targets.registry import ModelInfo, resolve_model
+from spot_batch.targets.slots import Hidden, SlotBatch
+from tests.exact.harness import OracleDrafter, Tally, Trace, bits_equal, decode_all, same_sample
+from tests.exact.reference import decode
+from tests.models import write_target
+
+pytestmark = pytest.mark.exact
+
+WIDE = {
+    "hidden_size": 1024,
+    "num_layers": 4,
+    "num_heads": 16,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2816,
+}
+NUM_LETTERS = 256  # the byte tokens; special ones stand behind them
+
+
+@pytest.fixture(scope="session")
+def small_info(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    folder = write_target(tmp_path_factory.mktemp("small") / "target", scale=2.0)
+    return resolve_model(str(folder))
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(
+        tmp_path_factory.mktemp("wide") / "target", block_length=32, scale=1.5, **WIDE
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A target, loaded on so many threads (its tiles are proven on them)."""
+
+    target: BlockTarget
+    name: str
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("small", "float32", 1), id="small-float32-1"),
+        pytest.param(("small", "bfloat16", 2), id="small-bfloat16-2"),
+        pytest.param(("wide", "float32", 1), id="wide-float32-1", marks=pytest.mark.slow),
+        pytest.param(("wide", "float32", 2), id="wide-float32-2", marks=pytest.mark.slow),
+        pytest.param(("wide", "bfloat16", 1), id="wide-bfloat16-1"),
+        pytest.param(("wide", "bfloat16", 2), id="wide-bfloat16-2", marks=pytest.mark.slow),
+    ],
+)
+def body(
+    request: pytest.FixtureRequest, small_info: ModelInfo, wide_folder: Path
+) -> Iterator[Body]:
+    size, dtype, num_threads = request.param
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    info = small_info if size == "small" else resolve_model(str(wide_folder))
+    yield Body(load_target(info, dtype=dtype), f"{size} {dtype} {num_threads}")
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Clean prefixes of three samples, stored, and states to look at behind them.
+
+    Prefixes of none, two and so many blocks that the keys of the longest are padded to another
+    length than those of the others.
+    """
+
+    cache: KVCache
+    prefixes: tuple[Tensor, ...]
+    states: SlotBatch
+
+
+def make_scene(target: BlockTarget, *, seed: int = 0) -> Scene:
+    width = target.block_length
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = (0, 2, 128 // width + 1)
+    prefixes = tuple(letters(number, width, generator) for number in num_blocks)
+    cache = target.allocate(len(prefixes), (max(num_blocks) + 2) * width)
+    for row, prefix in enumerate(prefixes):
+        if len(prefix):
+            target.forward(clean_slots(prefix, row=row), cache)
+    row = torch.tensor([0, 1, 2, 2, 1, 0, 2])
+    ids = letters(len(row), width, generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.5] = target.mask_id
+    ids[0] = target.mask_id
+    start = torch.tensor([num_blocks[at] * width for at in row])
+    return Scene(cache, prefixes, slots_of(ids, start=start, row=row))
+
+
+def letters(num_slots: int, width: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, NUM_LETTERS, (num_slots, width), generator=generator)
+
+
+def slots_of(ids: Tensor, *, start: Tensor, row: Tensor) -> SlotBatch:
+    """Slots that are neither stored nor kept."""
+    no = torch.zeros(len(ids), dtype=torch.bool)
+    return SlotBatch(ids, start, row, torch.full((len(ids),), -1), no, no)
+
+
+def clean_slots(blocks: Tensor, *, row: int, first: int = 0) -> SlotBatch:
+    """Finished blocks of one row, to be stored from block `first` on."""
+    num_slots, width = blocks.shape
+    start = (first + torch.arange(num_slots)) * width
+    bare = slots_of(blocks, start=start, row=torch.full((num_slots,), row))
+    return replace(bare, store=torch.ones(num_slots, dtype=torch.bool))
+
+
+def joined(*batches: SlotBatch) -> SlotBatch:
+    """Batches one behind the other; none of them has parents."""
+    return SlotBatch(
+        torch.cat([batch.ids for batch in batches]),
+        torch.cat([batch.start for batch in batches]),
+        torch.cat([batch.row for batch in batches]),
+        torch.cat([batch.parent for batch in batches]),
+        torch.cat([batch.store for batch in batches]),
+        torch.cat([batch.keep for batch in batches]),
+    )
+
+
+def outcome(target: BlockTarget, hidden: Hidden) -> tuple[Tensor, Tensor]:
+    """Final hidden rows and the logits that the head makes of them."""
+    return hidden.rows, target.head(hidden.rows)
+
+
+def same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def alone(target: BlockTarget, scene: Scene) -> list[tuple[Tensor, Tensor]]:
+    """Every state in a forward of its own."""
+    return [
+        outcome(target, target.forward(scene.states.take(torch.tensor([at])), scene.cache))
+        for at in range(len(scene.states))
+    ]
+
+
+def differing(
+    target: BlockTarget, scene: Scene, expected: list[tuple[Tensor, Tensor]], order: list[int]
+) -> int:
+    """How many of the states at `order` come out of one forward with other bits than alone."""
+    hidden, logits = outcome(
+        target, target.forward(scene.states.take(torch.tensor(order)), scene.cache)
+    )
+    return sum(
+        not same((hidden[at : at + 1], logits[at : at + 1]), expected[state])
+        for at, state in enumerate(order)
+    )
+
+
+def untiled_and_tiled(info: ModelInfo) -> tuple[int, int]:
+    """How many slots of how many forwards come out with other bits in a batch than alone."""
+    counts = []
+    for canonical in (False, True):
+        target = load_target(info, dtype="float32", canonical=canonical)
+        scene = make_scene(target)
+        expected = alone(target, scene)
+        orders = [list(range(num)) for num in range(2, len(expected) + 1)]
+        counts.append(sum(differing(target, scene, expected, order) for order in orders))
+    return counts[0], counts[1]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("size", "width", "num_threads"),
+    [
+        ("small", 3, 1),
+        ("small", 5, 2),
+        pytest.param("wide", 3, 1, marks=pytest.mark.slow),
+        pytest.param("wide", 32, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_bits_depend_on_the_number_of_rows_but_not_where_linears_are_tiled(
+    size: str,
+    width: int,
+    num_threads: int,
+    small_info: ModelInfo,
+    request: pytest.FixtureRequest,
+    tally: Tally,
+) -> None:
+    """How much there is to see here. What this machine does not show, the next test makes up for."""
+    torch.set_num_threads(num_threads)
+    folder = small_info.path if size == "small" else request.getfixturevalue("wide_folder")
+    untiled, tiled = untiled_and_tiled(resolve_model(str(folder), block_length=width))
+    tally.note(
+        f"{size} body, W {width}, float32, {num_threads} thread(s): "
+        f"{untiled} slots differ with their batch untiled, {tiled} tiled"
+    )
+    assert tiled == 0
+
+
+def uneven_linear(period: int):
+    """A linear whose bits depend on how many rows it is given, with so many kinds of row counts."""
+    plain = torch.nn.functional.linear
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        kind = int(math.log2(len(rows))) % period if len(rows) > 1 else period
+        return plain(rows, weight, bias) * (1 + 1e-6 * kind)
+
+    return linear
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("period", "num_sizes"), [(2, 4), (3, 3), (100, 1)])
+def test_tiles_hold_against_a_linear_that_depends_on_its_number_of_rows(
+    period: int, num_sizes: int, small_info: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module.functional, "linear", uneven_linear(period))
+    for canonical in (True, False):
+        target = load_target(small_info, canonical=canonical)
+        scene = make_scene(target)
+        expected = alone(target, scene)
+        orders = [list(range(num)) for num in range(2, len(expected) + 1)]
+        found = [differing(target, scene, expected, order) for order in orders]
+        if canonical:
+            assert target.tiles.sizes is not None
+            assert len(target.tiles.sizes) == num_sizes
+            assert sum(found) == 0
+        else:
+            assert sum(found) >= 3, "the linear was to depend on its number of rows"
+
+
+def test_a_slot_has_the_same_bits_alone_and_in_any_batch(body: Body) -> None:
+    scene = make_scene(body.target)
+    expected = alone(body.target, scene)
+    num = len(expected)
+    backwards = list(reversed(range(num)))
+    for order in (list(range(num)), backwards, [3, 0, 5], [6, 1, 2, 4, 3], [2, 2, 2, 2]):
+        assert differing(body.target, scene, expected, order) == 0, (body.name, order)
+
+
+def test_junk_in_other_slots_and_other_rows_leaves_a_slot_alone(body: Body) -> None:
+    scene = make_scene(body.target)
+    expected = alone(body.target, scene)
+    width = body.target.block_length
+    generator = torch.Generator().manual_seed(9)
+    junk = replace(scene.states, ids=letters(len(scene.states), width, generator))
+    for at in (0, 2, 4):
+        ids = junk.ids.clone()
+        ids[at] = scene.states.ids[at]
+        hidden, logits = outcome(
+            body.target, body.target.forward(replace(junk, ids=ids), scene.cache)
+        )
+        assert same((hidden[at : at + 1], logits[at : at + 1]), expected[at]), (body.name, at)
+    # Nor do other samples' rows of the cache, or what stands behind a slot in its own.
+    at = 4
+    row, start = int(scene.states.row[at]), int(scene.states.start[at])
+    for layer in (*scene.cache.keys, *scene.cache.values):
+        kept = layer[row, :, :start].clone()
+        layer.copy_(1e3 * torch.randn(layer.shape, generator=generator))
+        layer[row, :, :start] = kept
+    hidden = body.target.forward(scene.states.take(torch.tensor([at])), scene.cache)
+    assert same(outcome(body.target, hidden), expected[at]), body.name
+
+
+def test_a_prefix_stored_at_once_and_block_by_block_has_the_same_bits(body: Body) -> None:
+    scene = make_scene(body.target)
+    target, row = body.target, 2
+    blocks, width = scene.prefixes[row], body.target.block_length
+    behind = scene.states.take(torch.tensor([2]))
+    expected = outcome(target, target.forward(behind, scene.cache))
+    slowly = target.allocate(row + 1, scene.cache.num_positions)
+    for first in range(len(blocks)):
+        target.forward(clean_slots(blocks[first : first + 1], row=row, first=first), slowly)
+    assert kv_equal(scene.cache, slowly, row=row, end=len(blocks) * width), body.name
+    assert same(outcome(target, target.forward(behind, slowly)), expected), body.name
+    # And with the state behind them, and another sample's blocks between, in one forward.
+    fused = target.allocate(row + 1, scene.cache.num_positions)
+    batch = joined(clean_slots(blocks, row=row), clean_slots(blocks[:3], row=0), behind)
+    hidden = target.forward(batch.take(torch.randperm(len(batch), generator=seeded(3))), fused)
+    at = int((torch.randperm(len(batch), generator=seeded(3)) == len(batch) - 1).nonzero())
+    found = hidden.rows[at : at + 1]
+    assert kv_equal(scene.cache, fused, row=row, end=len(blocks) * width), body.name
+    assert same((found, target.head(found)), expected), body.name
+
+
+def test_a_clean_pass_fused_a_crossing_and_a_pass_alone_have_the_same_bits(body: Body) -> None:
+    target, width = body.target, body.target.block_length
+    scene = make_scene(target)
+    for row in (1, 2):
+        start = len(scene.prefixes[row]) * width
+        finished = letters(1, width, seeded(row))
+        clean = clean_slots(finished, row=row, first=start // width)
+        blank = slots_of(
+            torch.full((1, width), target.mask_id),
+            start=torch.tensor([start + width]),
+            row=torch.tensor([row]),
+        )
+        apart = copy_of(scene.cache)
+        target.forward(clean, apart)
+        expected = outcome(target, target.forward(blank, apart))
+        fused = copy_of(scene.cache)
+        hidden = target.forward(joined(scene.states, clean, blank), fused)
+        assert same(outcome(target, Hidden(hidden.rows[-1:], hidden.kept)), expected), body.name
+        assert kv_equal(apart, fused, row=row, end=start + width), body.name
+        crossed = copy_of(scene.cache)
+        piece = joined(scene.states, clean, blank)
+        num = len(piece)
+        piece = replace(
+            piece,
+            store=torch.zeros(num, dtype=torch.bool),
+            keep=torch.arange(num) == num - 2,
+            parent=torch.where(torch.arange(num) == num - 1, num - 2, -1),
+        )
+        hidden = target.forward(piece, crossed)
+        assert kv_equal(scene.cache, crossed, row=row, end=start + width), "a draft was stored"
+        assert same(outcome(target, Hidden(hidden.rows[-1:], hidden.kept)), expected), body.name
+        crossed.adopt(hidden.kept, 0, row=row, start=start)
+        assert kv_equal(apart, crossed, row=row, end=start + width), body.name
+        again = target.forward(blank, crossed)
+        assert same(outcome(target, again), expected), body.name
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def copy_of(cache: KVCache) -> KVCache:
+    twin = object.__new__(KVCache)
+    twin.keys = [layer.clone() for layer in cache.keys]
+    twin.values = [layer.clone() for layer in cache.values]
+    return twin
+
+
+def kv_equal(left: KVCache, right: KVCache, *, row: int, end: int) -> bool:
+    return all(
+        bits_equal(a[row, :, :end], b[row, :, :end])
+        for a, b in zip(left.keys + left.values, right.keys + right.values, strict=True)
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="SiLU takes other instructions where three threads cut it")
+@pytest.mark.usefixtures("one_thread")
+def test_three_threads_leave_a_slot_alone_too(wide_folder: Path) -> None:
+    torch.set_num_threads(3)
+    target = load_target(resolve_model(str(wide_folder)), dtype="float32")
+    scene = make_scene(target)
+    expected = alone(target, scene)
+    assert differing(target, scene, expected, list(range(len(expected)))) == 0
+
+
+def plain_model(info: ModelInfo, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    """transformers' own model with its own attention: no slots, no tiles, no cache of ours."""
+    model = Qwen3ForCausalLM.from_pretrained(
+        info.path, config=qwen3_config(info), dtype=dtype, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def attend(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, n) bool, who sees whom -> the additive 4-D mask."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)[None, None]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("width", [4, 8])
+@torch.inference_mode()
+def test_cached_logits_are_those_of_a_full_forward_under_the_training_mask(
+    width: int, small_info: ModelInfo
+) -> None:
+    info = resolve_model(str(small_info.path), block_length=width)
+    target, model = load_target(info), plain_model(info, torch.float32)
+    num_blocks = 160 // width
+    clean = letters(num_blocks, width, seeded(1))
+    noised = clean.clone()
+    noised[torch.rand(noised.shape, generator=seeded(2)) < 0.6] = target.mask_id
+    # [noised copy; clean copy] at the same positions: algorithms.md I.2.
+    block = torch.arange(num_blocks).repeat_interleave(width)
+    earlier, own = block[:, None] > block, block[:, None] == block
+    mask = torch.cat((torch.cat((own, earlier), 1), torch.cat((own & False, earlier | own), 1)))
+    position = torch.arange(num_blocks * width).repeat(2)[None]
+    full = model(
+        input_ids=torch.cat((noised, clean)).view(1, -1),
+        position_ids=position,
+        attention_mask={"full_attention": attend(mask, torch.float32)},
+    ).logits[0, : num_blocks * width]
+    cache = target.allocate(1, num_blocks * width)
+    target.forward(clean_slots(clean, row=0), cache)
+    states = slots_of(
+        noised,
+        start=torch.arange(num_blocks) * width,
+        row=torch.zeros(num_blocks, dtype=torch.int64),
+    )
+    ours = target.head(target.forward(states, cache).rows).view(num_blocks * width, -1)
+    allowed = [token for token in range(info.vocab_size) if token not in info.forbidden_ids]
+    assert bool((ours[:, list(info.forbidden_ids)] == -math.inf).all())
+    torch.testing.assert_close(ours[:, allowed], full[:, allowed], rtol=1e-4, atol=1e-4)
+    spread = full[:, allowed].std()
+    assert spread > 0.5, f"logits spread by {spread}: the comparison would see nothing"
+
+
+def requests_for(
+    target: BlockTarget, *, num: int, max_new_tokens: int, lengths: list[int]
+) -> list[Request]:
+    rng = Random(8)
+    rules = ("max", "sampled", "sampled_tempered", "sampled_filtered")
+    return [
+        Request(
+            sample_id=index,
+            prompt_ids=tuple(rng.randrange(NUM_LETTERS) for _ in range(lengths[index])),
+            noise_key=rng.getrandbits(64),
+            params=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=(0.0, 1.0, 0.6)[index % 3],
+                top_p=(1.0, 0.9)[index % 2],
+                confidence=rules[index % 4],
+                unmasking=("single", "single", "single", "threshold")[index % 4],
+                threshold=0.5,
+                stop_at="never",
+            ),
+        )
+        for index in range(num)
+    ]
+
+
+def trace_of(done: Completion, *, width: int) -> Trace:
+    """How an untrimmed sample came about, read off its commit steps."""
+    steps: dict[int, list[tuple[int, int]]] = {}
+    for index, (token, step) in enumerate(zip(done.token_ids, done.commit_step, strict=True)):
+        steps.setdefault(step, []).append((done.num_prompt_tokens + index, token))
+    return [
+        (
+            steps[step][0][0] // width * width,
+            tuple((position % width, token) for position, token in steps[step]),
+        )
+        for step in sorted(steps)
+    ]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("dtype", "num_threads", "num"),
+    [("float32", 1, 8), pytest.param("bfloat16", 2, 4, marks=pytest.mark.slow)],
+)
+def test_drafted_samples_of_the_small_body_are_the_draft_free_ones(
+    dtype: str, num_threads: int, num: int, small_info: ModelInfo, tally: Tally
+) -> None:
+    torch.set_num_threads(num_threads)
+    target = load_target(small_info, dtype=dtype)
+    lengths = [0, 3, 140, 13, 21, 6, 8, 1]
+    requests = requests_for(target, num=num, max_new_tokens=19, lengths=lengths)
+    variants = [
+        (budget, crossing, max_sequences, max_slots)
+        for budget, crossing in ((0, True), (4, True), (8, False), (20, True))
+        for max_sequences, max_slots in ((1, 64), (8, 1024), (5, 6))
+    ]
+    compare_engines(target, requests, variants[:: 8 // num], tally)
+
+
+@pytest.mark.slow
+def test_drafted_samples_of_the_wide_body_are_the_draft_free_ones(body: Body, tally: Tally) -> None:
+    if not body.name.startswith("wide"):
+        pytest.skip("the small body has a test of its own")
+    requests = requests_for(body.target, num=3, max_new_tokens=14, lengths=[24, 30, 3])
+    compare_engines(body.target, requests, [(4, True, 3, 1024), (4, True, 2, 5)], tally)
+
+
+def compare_engines(
+    target: BlockTarget,
+    requests: list[Request],
+    variants: list[tuple[int, bool, int, int]],
+    tally: Tally,
+) -> None:
+    """Each sample alone and draft-free, against every variant with two drafters."""
+    width = target.block_length
+    alone_first = decode_all(target, None, EngineSettings(max_sequences=1), requests)
+    truth = {done.sample_id: done for done in alone_first}
+    traces = {
+        request.noise_key: trace_of(truth[request.sample_id], width=width) for request in requests
+    }
+    num_saved, wrong = 0, []
+    for number, (budget, crossing, max_sequences, max_slots) in enumerate(variants):
+        drafter = OracleDrafter(traces) if number % 2 == 0 else RankingDrafter()
+        settings = EngineSettings(
+            max_sequences=max_sequences, budget=budget, crossing=crossing, max_slots=max_slots
+        )
+        for done in decode_all(target, drafter, settings, requests, at_once=1 + number % 4):
+            expected = truth[done.sample_id]
+            tally.add(same=same_sample(done, expected), what=(settings, done, expected))
+            num_saved += expected.stats.num_forwards - done.stats.num_forwards
+            if not same_sample(done, expected):
+                wrong.append((settings, done, expected))
+    assert wrong == []
+    assert num_saved > 10, "nothing was accepted: the walk was not tested"
+
+
+@pytest.mark.usefixtures("one_thread")
+@torch.inference_mode()
+def test_an_independent_decoder_in_double_precision_writes_the_same(
+    small_info: ModelInfo, tally: Tally
+) -> None:
+    """Greedy, the body in float64 through transformers' own attention and no cache at all."""
+    target, model = load_target(small_info), plain_model(small_info, torch.float64)
+    width, forbidden = target.block_length, list(small_info.forbidden_ids)
+
+    def score(prefix: list[int], block: list[int]) -> np.ndarray:
+        ids = torch.tensor([*prefix, *block])
+        at = torch.arange(len(ids)) // width
+        logits = model(
+            input_ids=ids[None],
+            attention_mask={"full_attention": attend(at[:, None] >= at, torch.float64)},
+        ).logits[0, len(prefix) :]
+        logits[:, forbidden] = -math.inf
+        return logits.numpy()
+
+    greedy = SamplingParams(max_new_tokens=20, stop_ids=small_info.stop_ids)
+    rng = Random(2)
+    requests = [
+        Request(
+            sample_id=index,
+            prompt_ids=tuple(rng.randrange(NUM_LETTERS) for _ in range(5 * index)),
+            noise_key=index,
+            params=replace(
+                greedy, unmasking="threshold" if index % 3 == 2 else "single", threshold=0.4
+            ),
+        )
+        for index in range(10)
+    ]
+    num_close, wrong = 0, []
+    for done in decode_all(target, RankingDrafter(), EngineSettings(max_sequences=4), requests):
+        request = requests[done.sample_id]
+        expected = decode(
+            score,
+            prompt=request.prompt_ids,
+            params=request.params,
+            noise_key=request.noise_key,
+            block_length=width,
+            mask_id=small_info.mask_id,
+            near=1e-4,
+        )
+        if expected.near_tie:
+            num_close += 1
+            continue
+        agrees = (done.token_ids, done.commit_step, done.finish_reason) == (
+            expected.token_ids,
+            expected.commit_step,
+            expected.finish_reason,
+        )
+        tally.add(same=agrees, what=("float64", done, expected))
+        if not agrees:
+            wrong.append((done, expected))
+    assert wrong == []
+    assert num_close < len(requests) // 2

@@ -1,0 +1,73 @@
+"""The arithmetic of an actor, and actors that compute other bits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spot_batch.targets.numerics import NumericsMismatch, measure_numerics
+from spot_batch.targets.qwen3 import load_target
+from spot_batch.targets.registry import resolve_model
+from spot_batch.targets.rows import RowTiles, TiledLinear, proven_tiles
+from tests.models import write_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+def test_two_loads_of_one_model_have_one_probe(folder: Path) -> None:
+    info = resolve_model(str(folder))
+    first, second = measure_numerics(load_target(info)), measure_numerics(load_target(info))
+    assert first == second
+    second.require(asdict(first))
+
+
+def test_another_dtype_is_another_arithmetic_and_is_named(folder: Path) -> None:
+    info = resolve_model(str(folder))
+    wide = measure_numerics(load_target(info, dtype="float32"))
+    narrow = measure_numerics(load_target(info, dtype="bfloat16"))
+    with pytest.raises(NumericsMismatch, match=r"hardware differs.*dtype 'float32' then"):
+        narrow.require(asdict(wide))
+
+
+def test_other_bits_under_the_same_settings_are_refused_too(folder: Path) -> None:
+    numerics = measure_numerics(load_target(resolve_model(str(folder))))
+    other = replace(numerics, probe="0" * 64)
+    with pytest.raises(NumericsMismatch, match="the same settings, other bits"):
+        other.require(asdict(numerics))
+
+
+def test_sizes_whose_bits_differ_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.nn.functional.linear
+
+    def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return real(rows, weight, bias) + (1e-3 if len(rows) > 8 * 4 else 0.0)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fickle)
+    tiles = RowTiles(4, None)
+    linear = TiledLinear(torch.nn.Linear(16, 8), tiles)
+    assert proven_tiles([linear], 4) == (1, 2, 4, 8)
+
+
+def test_where_no_two_sizes_agree_all_calls_have_eight_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.nn.functional.linear
+
+    def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return real(rows, weight, bias) + 1e-3 * len(rows)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fickle)
+    linear = TiledLinear(torch.nn.Linear(16, 8), RowTiles(4, None))
+    assert proven_tiles([linear], 4) == (8,)
+
+
+def test_rows_are_cut_into_proven_sizes_largest_first() -> None:
+    assert RowTiles(4, (1, 2, 8)).plan(4 * 13) == (32, 8, 8, 4)
+    assert RowTiles(4, (8,)).padded(13) == 16
+    assert RowTiles(4, None).plan(4 * 13) == (52,)
