@@ -103,9 +103,7 @@ def test_whole_rows_hold_the_same_values_as_single_addresses(vocab_size: int) ->
 
 def test_a_value_does_not_depend_on_what_is_asked_for_with_it() -> None:
     tokens = torch.arange(1000)
-    many = gumbel(
-        torch.tensor(5), position=torch.tensor(6), step=torch.tensor(7), token=tokens
-    )
+    many = gumbel(torch.tensor(5), position=torch.tensor(6), step=torch.tensor(7), token=tokens)
     for token in (0, 1, 2, 3, 4, 501, 999):
         one = gumbel(
             torch.tensor([5]),
@@ -198,7 +196,9 @@ def test_every_bit_of_the_key_counts(bit: int) -> None:
     flipped = 1 << bit
     keys = torch.tensor([0, flipped - 2**64 if flipped >= 2**63 else flipped])
     rows = gumbel_rows(
-        keys, position=torch.zeros(2, dtype=torch.int64), step=torch.zeros(2, dtype=torch.int64),
+        keys,
+        position=torch.zeros(2, dtype=torch.int64),
+        step=torch.zeros(2, dtype=torch.int64),
         vocab_size=64,
     )
     assert bool((rows[0] != rows[1]).float().mean() > 0.9)

@@ -40,12 +40,17 @@ def export_target(
     settings: TargetSettings,
     command: str,
     figures: Figures | None = None,
+    remark: str = "",
 ) -> None:
-    """Write a checkpoint's averaged weights as a model folder that appears whole."""
+    """Write a checkpoint's averaged weights as a model folder that appears whole.
+
+    `remark` goes to the card: what a reader should know of this very run.
+    """
     state = json.loads((checkpoint / "state.json").read_text())
     weights = load_file(checkpoint / "average.safetensors")
     tokenizer_folder = checkpoint.parent / "tokenizer"
     notes = training_notes(step_of(checkpoint), state["num_samples"], state["elapsed_s"], figures)
+    notes += ["", remark] if remark else []
     write_folder(weights, tokenizer_folder, folder, settings=settings, command=command, notes=notes)
 
 
@@ -156,7 +161,7 @@ def training_notes(
     step: int, num_samples: int, elapsed_s: float, figures: Figures | None
 ) -> list[str]:
     """What the card says of the run and of the held-out evaluation."""
-    notes = [f"{step} steps, {num_samples} samples, {elapsed_s / 60:.0f} minutes on 2 CPU cores."]
+    notes = [f"{step} steps, {num_samples} samples, {elapsed_s / 60:.0f} minutes of wall clock."]
     if figures is not None:
         notes += [
             "",

@@ -166,7 +166,7 @@ def train_step(
     """One step of one phase: the loss and the gradient's norm before clipping."""
     rows = rows_at(training, settings, phase, source, tokenizer)
     loss = rows_loss(training.model, rows, settings=settings, mask_id=mask_id_of(tokenizer))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), settings.clip)
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate(phase, within)

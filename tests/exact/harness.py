@@ -121,7 +121,9 @@ class AdversarialDrafter:
         return [(at % width, token, 0.5) for at in range(position, position + 4)]
 
 
-def make_drafter(name: str, target: Target, traces: Mapping[int, Trace], *, seed: int) -> Drafter | None:
+def make_drafter(
+    name: str, target: Target, traces: Mapping[int, Trace], *, seed: int
+) -> Drafter | None:
     """One of `DRAFTERS` for a target; oracle and adversary are told the truth."""
     if name == "none":
         return None

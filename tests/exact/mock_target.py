@@ -62,7 +62,7 @@ class IntegerCache:
         self.stored[row, start : start + self.block_length] = kept.stored[index]
 
     def seen(self, row: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """(n,) hash of all positions of `row` below `start`, each of which knows where it stands."""
+        """(n,) hash of all positions of `row` below `start`; each knows where it stands."""
         below = np.arange(self.stored.shape[1]) < start[:, None]
         with np.errstate(over="ignore"):
             return np.where(below, self.stored[row], np.uint64(0)).sum(axis=1, dtype=np.uint64)
@@ -177,7 +177,7 @@ class IntegerTarget:
         return logits
 
     def _entries(self, ids: np.ndarray, start: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """(n, W) ids at (n,) starts that see (n,) prefixes -> (n, W) what they leave in the cache."""
+        """(n, W) ids at (n,) starts that see (n,) prefixes -> (n, W) what they leave to read."""
         whole = mix(_PREFIX, self._seed, seen, self._block(ids))
         position = start[:, None] + np.arange(self._block_length)
         return mix(whole[:, None], ids, position)

@@ -167,7 +167,11 @@ def next_commits(
         confidences[position] = log_odds(*read[params.confidence])
     best = max(confidences, key=lambda at: (confidences[at], -at))
     if params.unmasking == "threshold":
-        bar = math.inf if params.threshold == 1 else math.log(params.threshold / (1 - params.threshold))
+        bar = (
+            math.inf
+            if params.threshold == 1
+            else math.log(params.threshold / (1 - params.threshold))
+        )
         near_tie |= any(abs(value - bar) < near for value in confidences.values() if value != bar)
         above = [position for position, value in confidences.items() if value > bar]
         if above:

@@ -58,7 +58,9 @@ class World:
         return (self.target.mask_id,) * self.target.block_length
 
 
-def world(width: int, vocab_size: int, *, seed: int = 0, scale: float = 2.5, **params: Any) -> World:
+def world(
+    width: int, vocab_size: int, *, seed: int = 0, scale: float = 2.5, **params: Any
+) -> World:
     target = IntegerTarget(
         block_length=width, vocab_size=vocab_size, seed=seed, ties=False, scale=scale
     )
@@ -183,7 +185,9 @@ def p_value(law: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...
     num = sum(counts.values())
     assert set(counts) <= set(law), "a sample was written that cannot be"
     rare = {outcome for outcome, mass in law.items() if mass * num < 10}
-    cells = [(counts.get(outcome, 0), mass * num) for outcome, mass in law.items() if outcome not in rare]
+    cells = [
+        (counts.get(outcome, 0), mass * num) for outcome, mass in law.items() if outcome not in rare
+    ]
     if rare:
         found = sum(counts.get(outcome, 0) for outcome in rare)
         cells.append((found, num * sum(law[outcome] for outcome in rare)))

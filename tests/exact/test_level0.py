@@ -104,9 +104,17 @@ def all_cases() -> tuple[Case, ...]:
         strict=True,
     )
     cases = []
-    for index, (width, vocab, mask_first, heat, (top_k, top_p), rule, bar, stop_at, stops) in enumerate(
-        factors
-    ):
+    for index, (
+        width,
+        vocab,
+        mask_first,
+        heat,
+        (top_k, top_p),
+        rule,
+        bar,
+        stop_at,
+        stops,
+    ) in enumerate(factors):
         confidence, unmasking, noise_key = rule
         mask_id = 0 if mask_first else vocab - 1
         params = SamplingParams(
@@ -167,7 +175,7 @@ def all_cases() -> tuple[Case, ...]:
 def make_requests(
     rng: Random, *, width: int, letters: Sequence[int], params: SamplingParams, mixed: bool
 ) -> tuple[Request, ...]:
-    """Prompts of every length modulo the block, the empty one and shorter than a block among them."""
+    """Prompts of every length modulo the block, the empty one and shorter ones among them."""
     requests = []
     for number in range(REQUESTS_A_CASE):
         length = number % width + width * rng.choice((0, 1, 1, 3))
@@ -231,7 +239,9 @@ def test_no_drafter_budget_or_batch_changes_a_sample(chunk: int, tally: Tally) -
             traces[request.noise_key] = reference.trace
             num_near_ties += reference.near_tie
             if not reference.near_tie:
-                tally.add(same=agrees(reference, ours), what=("reference", request, reference, ours))
+                tally.add(
+                    same=agrees(reference, ours), what=("reference", request, reference, ours)
+                )
             assert ours.stats.num_forwards == ours.num_draft_free_forwards
         for variant in case.variants:
             drafter = make_drafter(variant.drafter, case.target, traces, seed=variant.seed)
