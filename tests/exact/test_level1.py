@@ -195,7 +195,6 @@ def num_that_differ(info: ModelInfo, *, canonical: bool) -> int:
         ("small", 3, 1),
         ("small", 5, 2),
         pytest.param("wide", 3, 1, marks=pytest.mark.slow),
-        pytest.param("wide", 32, 2, marks=pytest.mark.slow),
     ],
 )
 def test_bits_depend_on_the_number_of_rows_but_not_where_linears_are_tiled(
@@ -481,7 +480,8 @@ def test_drafted_samples_of_the_small_body_are_the_draft_free_ones(
 )
 def test_drafted_samples_of_the_wide_body_are_the_draft_free_ones(body: Body, tally: Tally) -> None:
     """Prompts that end inside a block, so that the walk crosses into the next one."""
-    requests = requests_for(body.target, num=2, max_new_tokens=36, lengths=[28, 60])
+    num = 2 if torch.get_num_threads() == 1 else 1
+    requests = requests_for(body.target, num=num, max_new_tokens=36, lengths=[28, 60])
     compare_engines(body.target, requests, [(6, True, 2, 1024)], tally)
 
 
