@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from spot_batch.actor import Actor
 from spot_batch.records import Lease, Progress, Purpose, Receipt
 from spot_batch.store import JobDirectory, StorageFull, compact, compare_audits, scan
+from spot_batch.targets.numerics import NumericsMismatch
 from tests.driver.jobs import begin, prompts, small_spec, write_rows
 
 SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
@@ -140,3 +142,40 @@ def test_an_idle_actor_reports_nothing_and_waits(tmp_path: Path) -> None:
         progress = actor.collect(0.3)
         assert time.monotonic() - began >= 0.3
     assert progress == Progress(elapsed_s=progress.elapsed_s)
+
+
+def test_the_first_actor_writes_down_its_arithmetic_and_another_is_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(2))
+    with acting(job):
+        pass
+    written = json.loads(job.numerics_path.read_text())
+    assert written["numerics"] == "canonical"
+    with acting(job, 1):  # the same machine computes the same bits
+        pass
+    job.numerics_path.write_text(json.dumps({**written, "probe": "other", "threads": 7}))
+    with pytest.raises(NumericsMismatch, match=r"hardware differs.*threads 7 then, 1 here"):
+        Actor(job.root, 2)
+
+
+def test_fast_numerics_are_not_written_down(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(2), {"speculation.numerics": "fast"})
+    with acting(job):
+        pass
+    assert not job.numerics_path.exists()
+
+
+def test_a_stop_text_cuts_the_generation(tmp_path: Path) -> None:
+    whole = make_job(tmp_path / "whole", prompts(3))
+    with acting(whole) as actor:
+        actor.offer(lease(range(3)))
+        collect(actor, 3)
+    texts = [str(row["generation"]) for row in rows_of(whole)]
+    stop = texts[0][3:5]
+    cut = make_job(tmp_path / "cut", prompts(3), {"generation.stop": [stop]})
+    with acting(cut) as actor:
+        actor.offer(lease(range(3)))
+        collect(actor, 3)
+    rows = rows_of(cut)
+    assert rows[0]["finish_reason"] == "stop"
+    for row, text in zip(rows, texts, strict=True):
+        assert row["generation"] == text.partition(stop)[0]
