@@ -232,6 +232,7 @@ def drafter_card(
     trained.pop("config")
     return {
         "name": name,
+        "target": trajectories.metadata["target"],
         "target_weights": trajectories.metadata["weights"],
         "num_states": len(trajectories),
         "num_held_out_samples": num_held_out,

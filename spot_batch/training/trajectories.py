@@ -86,11 +86,11 @@ def load_trajectories(paths: Sequence[Path]) -> Trajectories:
         raise ValueError("no job to read trajectories from")
     metadata = parts[0].metadata
     for path, part in zip(paths, parts, strict=True):
-        for name, wanted in metadata.items():
-            if part.metadata[name] != wanted:
+        for name in ("weights", "block_length"):
+            if part.metadata[name] != metadata[name]:
                 raise ValueError(
                     f"{path}: recorded from another model than {paths[0]} "
-                    f"({name} {part.metadata[name]} against {wanted})"
+                    f"({name} {part.metadata[name]} against {metadata[name]})"
                 )
     offset = 0
     sample_ids = []
@@ -146,7 +146,11 @@ def _read_job(path: Path) -> Trajectories:
         ids=torch.from_numpy(ids),
         positions=_padded(pc.struct_field(flat, "positions"), width),
         tokens=_padded(pc.struct_field(flat, "tokens"), width),
-        metadata={"weights": str(fields["model.weights"]), "block_length": str(width)},
+        metadata={
+            "target": Path(job.spec.model.target.path).name,
+            "weights": str(fields["model.weights"]),
+            "block_length": str(width),
+        },
     )
 
 

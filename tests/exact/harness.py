@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from spot_batch.decoding import Engine, EngineSettings
+from spot_batch.decoding.stops import Decode
 from spot_batch.drafters.base import Drafter, Proposals, TokenGate
 from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import Completion, NoiseKey, Request
+from spot_batch.records import Completion, NoiseKey, Request, Trajectory
 from spot_batch.targets.slots import Target
 from tests.exact.reference import Commits
 
@@ -158,12 +159,14 @@ def decode_all(
     requests: Sequence[Request],
     *,
     at_once: int | None = None,
+    decode: Decode | None = None,
+    record_every: int = 0,
 ) -> list[Completion]:
     """Run an engine until all is done; returns what was done in the order in which it was.
 
     `at_once`: how many requests arrive before the first round; one more comes after each round.
     """
-    engine = Engine(target, drafter, settings)
+    engine = Engine(target, drafter, settings, decode=decode, record_every=record_every)
     first = len(requests) if at_once is None else at_once
     for request in requests[:first]:
         engine.add(request)
@@ -183,8 +186,27 @@ def same_sample(ours: Completion, theirs: Completion) -> bool:
         ours.token_ids == theirs.token_ids
         and ours.commit_step == theirs.commit_step
         and ours.finish_reason == theirs.finish_reason
+        and ours.text == theirs.text
         and ours.num_draft_free_forwards == theirs.num_draft_free_forwards
         and ours.num_prompt_tokens == theirs.num_prompt_tokens
+        and same_trajectory(ours.trajectory, theirs.trajectory)
+    )
+
+
+def same_trajectory(ours: Trajectory | None, theirs: Trajectory | None) -> bool:
+    """The same states were visited, and the target said the same there, to the bit."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    return (ours.noise_key, ours.temperature, len(ours.states)) == (
+        theirs.noise_key,
+        theirs.temperature,
+        len(theirs.states),
+    ) and all(
+        (a.start, a.num_committed, a.masked, a.positions, a.tokens)
+        == (b.start, b.num_committed, b.masked, b.positions, b.tokens)
+        and a.log_prob.tobytes() == b.log_prob.tobytes()
+        and a.ids.tobytes() == b.ids.tobytes()
+        for a, b in zip(ours.states, theirs.states, strict=True)
     )
 
 

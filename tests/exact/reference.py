@@ -18,6 +18,9 @@ from spot_batch.records import SamplingParams
 Score = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 """Clean prefix tokens and one block (the mask id where masked) -> (W, V) float logits."""
 
+Spell = Callable[[Sequence[int]], str]
+"""Tokens -> their text, for stop strings."""
+
 Commits = tuple[tuple[int, int], ...]
 """Positions in the block and their tokens: what one forward fixes."""
 
@@ -28,6 +31,7 @@ _WORD = 0xFFFFFFFF
 class Decoded:
     """A sample, and how it came about: per forward the block's start and what was fixed.
 
+    `text` is set where a stop string ended it: what was written in front of the string.
     `near_tie`: some decision between different rows hung on so little that another precision, or
     another order of a sum, may decide otherwise.
     """
@@ -38,6 +42,7 @@ class Decoded:
     num_forwards: int
     trace: tuple[tuple[int, Commits], ...]
     near_tie: bool
+    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +51,7 @@ class _Writing:
 
     num_prompt: int
     params: SamplingParams
+    spell: Spell | None
     tokens: dict[int, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     trace: list[tuple[int, Commits]] = field(default_factory=list)
@@ -58,8 +64,8 @@ class _Writing:
             run.append(self.tokens[self.num_prompt + len(run)])
         return run
 
-    def end(self, *, block_is_full: bool) -> tuple[str, int] | None:
-        """Finish reason and length once the sample is over (A.2's stop rules)."""
+    def end(self, *, block_is_full: bool) -> tuple[str, int, str | None] | None:
+        """Finish reason, length and cut text once the sample is over (A.2's stop rules)."""
         params = self.params
         if params.stop_at in ("block", "never") and not block_is_full:
             return None
@@ -67,10 +73,25 @@ class _Writing:
         if params.stop_at in ("early", "block"):
             for index, token in enumerate(run):
                 if token in params.stop_ids:
-                    return "stop", index
-        return ("length", params.max_new_tokens) if len(run) == params.max_new_tokens else None
+                    return self._cut(run[:index]) or ("stop", index, None)
+            cut = self._cut(run)
+            if cut is not None:
+                return cut
+        return ("length", len(run), None) if len(run) == params.max_new_tokens else None
 
-    def decoded(self, reason: str, length: int) -> Decoded:
+    def _cut(self, run: Sequence[int]) -> tuple[str, int, str] | None:
+        """The end where a stop string begins, be it inside a token."""
+        if not self.params.stop:
+            return None
+        assert self.spell is not None, "stop strings are matched in text"
+        text = self.spell(run)
+        places = sorted(text.index(string) for string in self.params.stop if string in text)
+        if not places:
+            return None
+        whole = [num for num in range(len(run) + 1) if len(self.spell(run[:num])) <= places[0]]
+        return "stop", max(whole), text[: places[0]]
+
+    def decoded(self, reason: str, length: int, text: str | None) -> Decoded:
         kept = range(self.num_prompt, self.num_prompt + length)
         return Decoded(
             token_ids=tuple(self.tokens[position] for position in kept),
@@ -79,6 +100,7 @@ class _Writing:
             num_forwards=len(self.trace),
             trace=tuple(self.trace),
             near_tie=self.near_tie,
+            text=text,
         )
 
 
@@ -91,13 +113,14 @@ def decode(
     block_length: int,
     mask_id: int,
     near: float = 5e-6,
+    spell: Spell | None = None,
 ) -> Decoded:
     """One sample, one forward a step. `near`: below which gap a decision counts as a near tie."""
     num_clean = len(prompt) - len(prompt) % block_length
     prefix, block = list(prompt[:num_clean]), list(prompt[num_clean:])
     masked = [False] * len(block) + [True] * (block_length - len(block))
     block += [mask_id] * (block_length - len(block))
-    writing = _Writing(len(prompt), params)
+    writing = _Writing(len(prompt), params, spell)
     num_committed = 0
     while True:
         commits, near_tie = next_commits(

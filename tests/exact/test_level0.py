@@ -62,6 +62,12 @@ class Case:
     target: IntegerTarget
     requests: tuple[Request, ...]
     variants: tuple[Variant, ...]
+    record_every: int
+
+
+def spelled(tokens: Sequence[int]) -> str:
+    """Two letters a token, the second shared by many, so that a text can begin inside one."""
+    return "".join(f"{chr(97 + token)}{'xyz'[token % 3]}" for token in tokens)
 
 
 def deal(rng: Random, values: Sequence[Any], count: int) -> list[Any]:
@@ -126,6 +132,7 @@ def all_cases() -> tuple[Case, ...]:
             threshold=bar,
             stop_at=stop_at,
             stop_ids=tuple(rng.sample([t for t in range(vocab) if t != mask_id], stops)),
+            stop=rng.choice(((), (), ("xb",), ("zc", "eyf", "g"))),
             confidence=confidence,
             noise_key=noise_key,
         )
@@ -168,7 +175,15 @@ def all_cases() -> tuple[Case, ...]:
             wobble=rng.choice((1, 2, 4)),
             prompts_hold_masks=masks_in_prompts,
         )
-        cases.append(Case(target=target, requests=requests, variants=tuple(variants)))
+        is_single = all(request.params.unmasking == "single" for request in requests)
+        cases.append(
+            Case(
+                target=target,
+                requests=requests,
+                variants=tuple(variants),
+                record_every=rng.choice((0, 3)) if is_single else 0,
+            )
+        )
     return tuple(cases)
 
 
@@ -208,6 +223,7 @@ def by_reference(target: IntegerTarget, request: Request) -> Decoded:
         noise_key=request.noise_key,
         block_length=target.block_length,
         mask_id=target.mask_id,
+        spell=spelled,
     )
 
 
@@ -215,9 +231,16 @@ def traces_of(target: IntegerTarget, requests: Sequence[Request]) -> dict[int, T
     return {request.noise_key: by_reference(target, request).trace for request in requests}
 
 
-def draft_free(target: IntegerTarget, requests: Sequence[Request]) -> dict[int, Completion]:
+def draft_free(case: Case) -> dict[int, Completion]:
     """Every sample alone, without a drafter: what all else is compared with."""
-    done = decode_all(target, None, EngineSettings(max_sequences=1), requests)
+    done = decode_all(
+        case.target,
+        None,
+        EngineSettings(max_sequences=1),
+        case.requests,
+        decode=spelled,
+        record_every=case.record_every,
+    )
     return {completion.sample_id: completion for completion in done}
 
 
@@ -232,7 +255,7 @@ def test_no_drafter_budget_or_batch_changes_a_sample(chunk: int, tally: Tally) -
     num_saved = num_near_ties = 0
     before = len(tally.differing)
     for case in all_cases()[chunk * CASES_A_CHUNK : (chunk + 1) * CASES_A_CHUNK]:
-        truth = draft_free(case.target, case.requests)
+        truth = draft_free(case)
         traces: dict[int, Trace] = {}
         for request in case.requests:
             reference, ours = by_reference(case.target, request), truth[request.sample_id]
@@ -248,7 +271,13 @@ def test_no_drafter_budget_or_batch_changes_a_sample(chunk: int, tally: Tally) -
             asked = [case.requests[index] for index in variant.order]
             asked += [replace(case.requests[index], draft_free=True) for index in variant.audits]
             done = decode_all(
-                case.target, drafter, variant.settings, asked, at_once=variant.at_once
+                case.target,
+                drafter,
+                variant.settings,
+                asked,
+                at_once=variant.at_once,
+                decode=spelled,
+                record_every=case.record_every,
             )
             counts = Counter(completion.sample_id for completion in done)
             assert counts == Counter(request.sample_id for request in asked)
@@ -271,6 +300,7 @@ def agrees(reference: Decoded, ours: Completion) -> bool:
         ours.token_ids == reference.token_ids
         and ours.commit_step == reference.commit_step
         and ours.finish_reason == reference.finish_reason
+        and ours.text == reference.text
         and ours.num_draft_free_forwards == reference.num_forwards
     )
 
@@ -307,6 +337,8 @@ def test_the_cases_cover_the_product_of_the_settings() -> None:
         for request in case.requests
     ]
     assert sum(shorter) > 100
+    assert sum(bool(case.requests[0].params.stop) for case in cases) > 50
+    assert sum(bool(case.record_every) for case in cases) > 20
     num_sequences = sum(len(variant.order) + len(variant.audits) for variant in variants)
     assert num_sequences >= 10_000, num_sequences
 

@@ -23,7 +23,7 @@ from spot_batch.decoding import EngineSettings
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.records import Completion, Request, SamplingParams
 from spot_batch.targets import rows as rows_module
-from spot_batch.targets.attention import KVCache
+from spot_batch.targets.attention import KVCache, SlotAttention
 from spot_batch.targets.qwen3 import BlockTarget, load_target, qwen3_config
 from spot_batch.targets.registry import ModelInfo, resolve_model
 from spot_batch.targets.slots import Hidden, SlotBatch
@@ -354,6 +354,26 @@ def kv_equal(left: KVCache, right: KVCache, *, row: int, end: int) -> bool:
         bits_equal(a[row, :, :end], b[row, :, :end])
         for a, b in zip(left.keys + left.values, right.keys + right.values, strict=True)
     )
+
+
+def test_keys_are_padded_by_a_slots_own_place_alone(small_info: ModelInfo) -> None:
+    target = load_target(small_info)
+    width = target.block_length
+    start = torch.tensor([0, 15, 16, 40, 3]) * width
+    slots = slots_of(torch.zeros(5, width, dtype=torch.int64), start=start, row=start * 0)
+    cache = target.allocate(1, 512)
+
+    def lengths(batch: SlotBatch) -> dict[int, int]:
+        groups = SlotAttention.of(batch, cache).groups
+        return {
+            int(batch.start[at]): group.length for group in groups for at in group.index.tolist()
+        }
+
+    together = lengths(slots)
+    assert len(set(together.values())) > 1
+    for at in range(len(slots)):
+        own = lengths(slots.take(torch.tensor([at])))
+        assert own == {int(start[at]): together[int(start[at])]}
 
 
 @pytest.mark.xfail(strict=True, reason="SiLU takes other instructions where three threads cut it")
