@@ -17,7 +17,7 @@ quickstart: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 # The core of each area: at most 12 minutes on two cores.

@@ -61,13 +61,11 @@ class DraftTree:
         if self.budget <= 0 or self.num_waves >= max_waves:
             return []
         self.num_waves += 1
-        spent = sum(self.cost(key) for key in self.selected if key != ROOT)
-        full = spent >= self.budget
-        least = min(self.selected.values()) if full else self.gamma
+        chosen = list(self.selected)
+        if sum(self.cost(key) for key in self.drafted()) >= self.budget:
+            chosen.pop()  # no room is left behind the last one
         return [
-            key
-            for key, mass in self.selected.items()
-            if self.nodes[key].edges is None and not self.nodes[key].complete and mass > least
+            key for key in chosen if self.nodes[key].edges is None and not self.nodes[key].complete
         ]
 
     def expand(self, key: Key, edges: Iterable[Edge]) -> None:
@@ -88,13 +86,23 @@ class DraftTree:
 
     def select(self) -> None:
         """Choose the states of greatest mass that the budget pays for, best first."""
-        selected: dict[Key, float] = {}
+        chosen: dict[Key, None] = {}
         mass: dict[Key, float] = {ROOT: 1.0}
         queue: list[tuple[float, int, Key]] = [(-1.0, 0, ROOT)]
+
+        def pass_on(key: Key, amount: float) -> None:
+            """Mass that reaches a chosen state goes on to its children, however late it comes."""
+            for child, weight in self.nodes[key].edges or ():
+                mass[child] = mass.get(child, 0.0) + amount * weight
+                if child in chosen:
+                    pass_on(child, amount * weight)
+                elif mass[child] > 0.0:
+                    heapq.heappush(queue, (-mass[child], len(child), child))
+
         left = self.budget
-        while queue:
-            negative, depth, key = heapq.heappop(queue)
-            if key in selected or -negative < mass[key]:
+        while queue and (left or not chosen):
+            negative, _, key = heapq.heappop(queue)
+            if key in chosen or -negative < mass[key]:
                 continue  # taken already, or queued again with more mass
             if key != ROOT:
                 if mass[key] < self.gamma:
@@ -102,26 +110,9 @@ class DraftTree:
                 if self.cost(key) > left:
                     continue
                 left -= self.cost(key)
-            selected[key] = mass[key]
-            for child, weight in self.nodes[key].edges or ():
-                mass[child] = mass.get(child, 0.0) + mass[key] * weight
-                if child not in selected and mass[child] > 0.0:
-                    heapq.heappush(queue, (-mass[child], depth + 1, child))
-            if not left:
-                break
-        self.selected = self._exact_masses(selected)
-
-    def _exact_masses(self, selected: Iterable[Key]) -> dict[Key, float]:
-        """Masses over the selected states alone, in order of selection: a parent that was selected
-        after its child still adds to it."""
-        order = list(selected)
-        mass = dict.fromkeys(order, 0.0)
-        mass[ROOT] = 1.0
-        for key in sorted(order, key=len):
-            for child, weight in self.nodes[key].edges or ():
-                if child in mass:
-                    mass[child] += mass[key] * weight
-        return mass
+            chosen[key] = None
+            pass_on(key, mass[key])
+        self.selected = {key: mass[key] for key in chosen}
 
     def drafted(self) -> Sequence[Key]:
         """The chosen states without the root, in the order in which they were chosen."""

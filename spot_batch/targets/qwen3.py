@@ -16,6 +16,10 @@ from spot_batch.targets.registry import ModelError, ModelInfo, read_json
 from spot_batch.targets.rows import RowTiles, proven_tiles, tile_linears
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
 
+# Pointwise kernels cut their elements evenly among threads and treat what does not fill a vector
+# register with other instructions. Halves of whole slots always fill them; thirds need not.
+_MOST_THREADS = 2
+
 
 class BlockTarget:
     """A Qwen3 body that decodes blocks; one on a device, for many samples.
@@ -120,8 +124,17 @@ def load_target(
     device: str | torch.device = "cpu",
     canonical: bool = True,
 ) -> BlockTarget:
-    """Load a target's weights onto a device. Raises ModelError where they do not fit the config."""
+    """Load a target's weights onto a device.
+
+    Raises ModelError where they do not fit the config, and for more CPU threads than canonical
+    numerics hold for.
+    """
     device = torch.device(device)
+    if canonical and device.type == "cpu" and torch.get_num_threads() > _MOST_THREADS:
+        raise ModelError(
+            f"canonical numerics hold for at most {_MOST_THREADS} CPU threads an actor, got "
+            f"{torch.get_num_threads()}: set resources.cpu_threads lower and take more actors"
+        )
     config = qwen3_config(info)
     try:
         model, report = Qwen3ForCausalLM.from_pretrained(

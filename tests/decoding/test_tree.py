@@ -228,10 +228,10 @@ def greedy_by_the_book(known: Known, *, budget: int, num_masked: int) -> list[Ke
     tilt=st.floats(0.0, 3.0),
 )
 @settings(deadline=None, max_examples=60)
-def test_where_states_merge_growth_is_worth_almost_as_much_as_by_the_book(
+def test_where_states_merge_growth_is_worth_as_much_as_by_the_book(
     weights: list[float], budget: int, tilt: float
 ) -> None:
-    """A mass that grows once its state is taken is not passed on to states below while choosing."""
+    """But for ties, which the two may break apart."""
     num_masked = len(weights)
 
     def known(key: Key) -> Mapping[Key, float]:
@@ -243,7 +243,7 @@ def test_where_states_merge_growth_is_worth_almost_as_much_as_by_the_book(
     book = greedy_by_the_book(known, budget=budget, num_masked=num_masked)
     assert ours.selected == pytest.approx(true_masses(known, set(ours.selected)))
     by_the_book = sum(true_masses(known, {ROOT, *book}).values())
-    assert sum(ours.selected.values()) >= 0.95 * by_the_book
+    assert sum(ours.selected.values()) >= 0.97 * by_the_book
     assert len(ours.drafted()) == len(book)
 
 
