@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,19 +21,8 @@ from spot_batch.noise import (
 )
 from tests.exact import reference
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EULER = 0.5772156649015329
 TRUE_VARIANCE = math.pi**2 / 6
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def words(*values: int) -> tuple[Tensor, ...]:

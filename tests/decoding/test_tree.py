@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -23,15 +23,6 @@ MANY_WAVES = 100
 
 Known = Callable[[Key], Mapping[Key, float]]
 """A drafter written down: the commits that may follow a state, and how probable they are."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def grown(known: Known, tree: DraftTree, *, max_waves: int = MANY_WAVES) -> DraftTree:
