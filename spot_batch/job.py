@@ -29,6 +29,8 @@ from pydantic import (
 )
 
 NUMERICS_VERSION = 1  # raised whenever canonical numerics would give other bits
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over it mean nothing
+LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
 MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
 
 Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf"]
@@ -114,11 +116,6 @@ class InputSpec(Section):
     def _checked(self) -> InputSpec:
         if not self.source or not all(self.source):
             raise ValueError("source must name at least one file, folder, pattern or hub dataset")
-        for source in self.source:
-            if re.search(r"://[^/@\s]*:[^/@\s]*@", source):
-                raise ValueError(
-                    "source must not hold a password: credentials stay out of the spec"
-                )
         if self.messages is not None and self.prompt is not None:
             raise ValueError(
                 f"messages ({self.messages!r}) and prompt ({self.prompt!r}) exclude each other: "
@@ -163,23 +160,35 @@ class AdvancedSpec(Section):
     noise_key: Literal["position_step", "position"] = "position_step"
 
 
+def checked_temperature(value: float) -> float:
+    """0, or what float32 logits can be divided by; ValueError for anything else."""
+    if value == 0.0 or LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+        return value
+    raise ValueError(
+        f"must be 0 or from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, got {value:g}"
+    )
+
+
 class GenerationSpec(Section):
     """Nulls are taken from the checkpoint by `with_model_defaults`, then written back."""
 
     n: Count = 1
     seed: Seed = 0
     max_new_tokens: Annotated[int, BeforeValidator(_not_bool), Field(ge=1, le=MAX_NEW_TOKENS)] = 256
-    temperature: (
-        Annotated[float, BeforeValidator(_not_bool), Field(ge=0.0, allow_inf_nan=False)] | None
-    ) = None
-    top_p: Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)] | None = None
+    temperature: Annotated[float, BeforeValidator(_not_bool)] | None = None
+    top_p: Annotated[float, BeforeValidator(_not_bool), Field(ge=LEAST_TOP_P, le=1.0)] | None = None
+    top_k: Annotated[int, BeforeValidator(_not_bool), Field(ge=-1, le=MOST_TOP_K)] | None = None
     unmasking: Literal["single", "threshold"] = "single"
-    threshold: Annotated[float, BeforeValidator(_not_bool), Field(ge=0.0, le=1.0)] = 0.9
+    threshold: Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)] = 0.9
     stop: Names = ()
     stop_at: Literal["early", "block", "never"] = "early"
     per_row: Annotated[tuple[PerRow, ...], BeforeValidator(_one_or_many)] = ()
     advanced: AdvancedSpec = AdvancedSpec()
+
+    @field_validator("temperature", mode="after")
+    @classmethod
+    def _temperature_in_range(cls, value: float | None) -> float | None:
+        return None if value is None else checked_temperature(value)
 
     @field_validator("top_k", mode="after")
     @classmethod
@@ -277,7 +286,14 @@ class JobSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _long_forms(cls, value: object) -> object:
-        return _spelled_out(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        # Before any other check: a complaint about the value would repeat it.
+        for path, what in _credentials(value, "", set()):
+            raise ValueError(
+                f"{path}: must not hold a credential ({what}): credentials stay out of the spec"
+            )
+        return _spelled_out(value)
 
     @model_validator(mode="after")
     def _trajectories_of_single(self) -> JobSpec:
@@ -305,6 +321,8 @@ def load_spec(path: Path | None, overrides: Mapping[str, object] | None = None) 
         tree = _spelled_out(tree)
         for dotted, value in (overrides or {}).items():
             _lay_over(tree, dotted, value)
+    except RecursionError:
+        raise SpecError(f"{path or 'the spec'}: {_TOO_DEEP}") from None
     except ValueError as error:
         raise SpecError(str(error)) from None
     return check_spec(tree)
@@ -316,6 +334,8 @@ def check_spec(tree: Mapping[str, object]) -> JobSpec:
         return JobSpec.model_validate(tree)
     except ValidationError as error:
         raise SpecError("\n".join(_complaints(error))) from None
+    except RecursionError:
+        raise SpecError(f"the spec: {_TOO_DEEP}") from None
 
 
 def parse_override(text: str) -> tuple[str, object]:
@@ -327,6 +347,8 @@ def parse_override(text: str) -> tuple[str, object]:
         return key.strip(), yaml.safe_load(value)
     except yaml.YAMLError:
         return key.strip(), value
+    except RecursionError:
+        raise SpecError(f"{key.strip()}: {_TOO_DEEP}") from None
 
 
 def dump_spec(spec: JobSpec) -> str:
@@ -412,8 +434,50 @@ def diff_fields(old: Mapping[str, object], new: Mapping[str, object]) -> list[st
     return lines
 
 
+# -- credentials -----------------------------------------------------------------------------------
+
+# One slash is enough: that is what a pathlib path leaves of a URL's two.
+_USER = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]+:/{1,2})(?:[^/?#\s]*|[^/\s]*:[^/\s]*)@", re.I)
+_SECRET_PARAMETER = re.compile(
+    r"(?P<key>[?&;#](?P<name>[\w.%~-]*(?:token|secret|passw(?:or)?d|passphrase|pwd|signature"
+    r"|credentials?|authorization|accesskey(?:id)?|apikey|(?<![a-z0-9])(?:key|sig|auth))))"
+    r"=[^&\s]+",  # a quote may be part of it: rather star out the quote that ends it too
+    re.I,
+)
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]+:/{1,2}\S+", re.I)
+
+
+def redacted(text: str) -> str:
+    """The text with users, passwords and secret parameters of URLs starred out."""
+    return _SECRET_PARAMETER.sub(r"\g<key>=***", _USER.sub(r"\g<scheme>***@", text))
+
+
+def _credentials(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """(key, kind of credential) of every URL in the tree that holds one; never the credential."""
+    if isinstance(value, str):
+        for url in _URL.findall(value):
+            if _USER.search(url):
+                yield path, "a user or password in a URL"
+            for parameter in _SECRET_PARAMETER.finditer(url):
+                yield path, f"{parameter['name']}= in a URL"
+    elif isinstance(value, BaseModel):
+        yield from _credentials(value.model_dump(), path, seen)
+    elif isinstance(value, Mapping | list | tuple):
+        if id(value) in seen:  # an anchor met again: once is enough, and it may hold itself
+            return
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                yield from _credentials(key, f"a key of {path or 'the spec'}", seen)
+                yield from _credentials(inner, f"{path}.{key}" if path else str(key), seen)
+        else:
+            for inner in value:
+                yield from _credentials(inner, path, seen)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
+_TOO_DEEP = "nested too deeply, or holds itself"
 _ALIASES = {
     "generation": {
         "max_tokens": "max_new_tokens",
@@ -485,6 +549,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise SpecError(f"{path}: not YAML: {error}") from None
+    except RecursionError:
+        raise SpecError(f"{path}: {_TOO_DEEP}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

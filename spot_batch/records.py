@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from spot_batch.job import LEAST_TOP_P, MOST_TOP_K, checked_temperature
+
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
@@ -49,14 +51,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be 0 or a finite number above, got {self.temperature}"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+        try:
+            checked_temperature(self.temperature)
+        except ValueError as error:
+            raise ValueError(f"temperature {error}") from None
+        if not LEAST_TOP_P <= self.top_p <= 1.0:
+            raise ValueError(f"top_p must be from {LEAST_TOP_P:g} to 1, got {self.top_p}")
+        if not 0 <= self.top_k <= MOST_TOP_K:
+            raise ValueError(f"top_k must be from 0 (off) to {MOST_TOP_K}, got {self.top_k}")
+        if not 0.0 < self.threshold <= 1.0:
+            raise ValueError(f"threshold must be above 0 and at most 1, got {self.threshold}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from spot_batch.job import (
     fingerprint_fields,
     load_spec,
     parse_override,
+    redacted,
     with_model_defaults,
 )
 
@@ -87,9 +88,19 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
     [
         ("generation__n", 0, "generation.n: must be greater than or equal to 1, got 0"),
         ("generation__n", True, "generation.n: must be a number, got true"),
-        ("generation__temperature", -1, "generation.temperature: must be greater than or equal"),
+        ("generation__temperature", -1, "must be 0 or from 0.0001 to 10000, got -1"),
+        ("generation__temperature", 1e39, "must be 0 or from 0.0001 to 10000, got 1e+39"),
+        ("generation__temperature", 1e-38, "must be 0 or from 0.0001 to 10000, got 1e-38"),
+        ("generation__temperature", float("nan"), "must be 0 or from 0.0001 to 10000, got nan"),
+        ("generation__top_p", 1e-13, "generation.top_p: must be greater than or equal to 0.000001"),
+        ("generation__top_k", 2**63, "generation.top_k: must be less than or equal"),
+        ("generation__threshold", 0, "generation.threshold: must be greater than 0"),
         ("generation__temperature", "hot", "generation.temperature: must be a valid number"),
-        ("generation__top_p", 0, "generation.top_p: must be greater than 0, got 0"),
+        (
+            "generation__top_p",
+            0,
+            "generation.top_p: must be greater than or equal to 0.000001, got 0",
+        ),
         ("generation__max_new_tokens", 40_000, "generation.max_new_tokens: must be less than"),
         ("generation__per_row", ["top_p"], "generation.per_row[0]: must be 'temperature', 'seed'"),
         ("generation__stop", [""], "generation.stop: an empty stop text"),
@@ -101,7 +112,7 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
         ("model__drafter", {"kind": "ranking", "path": "x"}, "model.drafter: kind ranking takes"),
         ("input__keep", 3, "input.keep: must be all or a list of column names, got 3"),
         ("input__source", [], "input: source must name at least one file"),
-        ("input__source", "https://me:secret@host/x", "input: source must not hold a password"),
+        ("input__source", "https://me:secret@host/x", "input.source: must not hold a credential"),
         ("output__path", "x.jsonl", "output.path: must be a folder: a single file"),
         ("output__path", "s3://bucket/x", "output.path: must be a folder on a file system"),
         ("output__prefix", "__spot_x", "output.prefix: names that start with __spot_"),
@@ -116,6 +127,72 @@ def test_a_wrong_value_is_refused_with_its_key(key: str, value: object, message:
 
 def test_a_complaint_about_a_password_does_not_repeat_it() -> None:
     assert "secret" not in complaint(input__source="https://me:secret@host/x")
+
+
+@pytest.mark.parametrize("key", ["model__target__path", "input__system", "generation__stop"])
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("https://user:s3cret@host/m", "a user or password"),
+        ("https://user:s3cret#?@host/m", "a user or password"),
+        ("https://s3cret@host/m", "a user or password"),
+        ("https://host/x?a=1&token=s3cret", "token="),
+        ("https://host/x?X-Amz-Signature=s3cret", "X-Amz-Signature="),
+        ("https://host/x?api_key=s3cret", "api_key="),
+        ("s3://host/x?AWSAccessKeyId=s3cret", "AWSAccessKeyId="),
+        ("https://host/x#password=s3cret", "password="),
+        ("https://host/x?sig=s3cret'quoted", "sig="),
+    ],
+)
+def test_a_credential_anywhere_is_refused_by_its_key_and_not_repeated(
+    key: str, url: str, kind: str
+) -> None:
+    said = complaint(**{key: url})
+    assert key.replace("__", ".") + ": must not hold a credential" in said
+    assert kind in said
+    assert "s3cret" not in said
+    shown = redacted(f"got {url!r}, and more")
+    assert "s3cret" not in shown
+    assert "quoted" not in shown
+    assert shown.endswith("and more")
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "https://host:8080/a@b",
+        "https://host/x?monkey=1&max_tokens=5&design=2",
+        "C:/Users@home",
+        "what token=1 means",
+        "file:///data/a@b.jsonl",
+        "me@host.org",
+    ],
+)
+def test_what_is_no_credential_is_taken_and_shown_as_it_is(harmless: str) -> None:
+    assert spec(input__system=harmless).input.system == harmless
+    assert redacted(harmless) == harmless
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "input: &a {source: q.jsonl, extra: *a}",
+        "input: " + "{a: " * 3_000 + "1" + "}" * 3_000,
+        "input: " + "[" * 3_000 + "]" * 3_000,
+    ],
+)
+def test_a_spec_without_a_bottom_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="nested too deeply, or holds itself"):
+        load_spec(path)
+
+
+def test_an_override_without_a_bottom_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"input\.source: nested too deeply"):
+        parse_override("input.source=" + "[" * 3_000)
+    with pytest.raises(SpecError, match="holds itself"):
+        spec(**dict([parse_override("input__extra=&a {b: *a}")]))
 
 
 def test_messages_and_prompt_exclude_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -76,7 +77,10 @@ def speaking_plainly(command: Command) -> Command:
 
             if isinstance(error, StorageFull):
                 _fail(no_space(error), 75)
-            raise
+            said = _said_of(error)
+            if said is None or os.environ.get("SPOT_BATCH_TRACEBACK"):
+                raise
+            _fail(said, 2)
         except KeyboardInterrupt:
             _fail("interrupted", 75)
         raise typer.Exit(int(code or 0))
@@ -84,10 +88,24 @@ def speaking_plainly(command: Command) -> Command:
     return wrapped  # type: ignore[return-value]
 
 
+def _said_of(error: OSError) -> str | None:
+    """One line about a path that cannot be used; None where the error names none."""
+    if error.errno == errno.ENOENT:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory is not there any more: go to another and try again"
+    if not isinstance(error.filename, str | bytes):
+        return None
+    path = os.fsdecode(error.filename).replace("\n", "\\n")
+    return f"{path}: {error.strerror}"
+
+
 def _fail(message: str, code: int) -> NoReturn:
     from spot_batch.cli.screen import printable
+    from spot_batch.job import redacted
 
-    sys.stderr.write(f"spot-batch: {printable(message)}\n")
+    sys.stderr.write(f"spot-batch: {printable(redacted(message))}\n")
     raise typer.Exit(code)
 
 

@@ -88,22 +88,17 @@ def exact(
             max_new_tokens=max_new_tokens,
         ):
             rows.append(row)
+            if json_file is not None:  # after each row: a long run that is cut short leaves some
+                facts = {"threads": threads, "dtype": dtype, "max_new_tokens": max_new_tokens}
+                cells = [asdict(one) for one in rows]
+                document = {"model": info.identity(), "drafter": choice.name, **facts}
+                json_file.write_text(json.dumps({**document, "rows": cells}, indent=2) + "\n")
             typer.echo(
                 f"{row.numerics:9} T {row.temperature:g}  {row.drafting:18} in flight "
                 f"{row.sequences:2}: {row.num_differ} of {row.num_compared} differ, "
                 f"{row.nfe_ratio:.2f}x fewer forwards ({row.nfe:.1f} against "
                 f"{row.draft_free_nfe:.1f})"
             )
-    if json_file is not None:
-        document = {
-            "model": info.identity(),
-            "drafter": choice.name,
-            "threads": threads,
-            "dtype": dtype,
-            "max_new_tokens": max_new_tokens,
-            "rows": [asdict(row) for row in rows],
-        }
-        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     canonical = [row for row in rows if row.numerics == "canonical"]
     num_differ = sum(row.num_differ for row in canonical)
     if canonical:

@@ -99,6 +99,7 @@ def _run_or_follow(
             except KeyboardInterrupt:
                 screen.line("it goes on without this command")
                 return Exit.RESUMABLE
+            _check_same(directory, plan)  # it may not have said what it is when following began
             if heartbeat is None:
                 screen.line("its driver is gone: going on with the job here")
                 continue
@@ -117,16 +118,21 @@ def _check_same(directory: JobDirectory, plan: JobPlan) -> None:
 
 def _follow(screen: Screen, directory: JobDirectory) -> Heartbeat | None:
     """Show another driver's progress; its last word, or None where it died without one."""
+    began = time.time()
     with JobScreen(screen, directory) as progress:
         while True:
             record = read_driver(directory)
+            if record is not None:
+                began = record.began  # by the clock that its heartbeats are written by
             alive = record is not None and is_alive(record)
             heartbeat = read_heartbeat(directory)
             if heartbeat is not None and heartbeat.state not in ENDED:
                 progress.update(heartbeat)
             if not alive:
-                ended = heartbeat is not None and heartbeat.state in ENDED
-                return heartbeat if ended else None
+                if heartbeat is None or heartbeat.state not in ENDED:
+                    return None
+                # An older one is the last word of a run before the one followed.
+                return heartbeat if heartbeat.time >= began else None
             time.sleep(FOLLOW_S)
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_batch.driver.progress import describe
+from spot_batch.job import redacted
 from spot_batch.records import Heartbeat, Receipt
 
 if TYPE_CHECKING:
@@ -57,13 +58,13 @@ class Screen:
         self.console = Console(stderr=to_stderr, highlight=False, markup=False, soft_wrap=True)
 
     def line(self, text: str = "", style: str = "") -> None:
-        self.console.print(Text(printable(text), style=style))
+        self.console.print(Text(printable(redacted(text)), style=style))
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
         """Names and values in two columns."""
         width = max(len(name) for name, _ in facts)
         for name, value in facts:
-            first, *rest = printable(value).split("\n")
+            first, *rest = printable(redacted(value)).split("\n")
             self.console.print(Text.assemble((f"{name:<{width}}  ", "bold"), first))
             for each in rest:
                 self.console.print(Text(f"{'':<{width}}  {each}"))

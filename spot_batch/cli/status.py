@@ -21,9 +21,13 @@ def show_status(out: Path, *, as_json: bool) -> int:
     last = read_heartbeat(job) or Heartbeat(
         state="starting", num_samples=job.num_samples, num_durable=0
     )
+    missing = _missing_part(job) if job.is_complete else None
+    state = last.state if alive else "not running"
+    if job.is_complete:
+        state = "complete" if missing is None else "damaged"
     heartbeat = replace(
         last,
-        state="complete" if job.is_complete else last.state if alive else "not running",
+        state=state,
         num_durable=len(published.data),
         num_errors=published.totals.num_errors,
         num_audited=len(published.audits),
@@ -31,11 +35,13 @@ def show_status(out: Path, *, as_json: bool) -> int:
     if not alive:
         heartbeat = replace(heartbeat, num_in_flight=0, num_actors=0, eta_s=None, tokens_per_s=0.0)
     if as_json:
-        tree = {"out": str(job.root), "name": job.spec.name, "fingerprint": job.fingerprint}
-        print(json.dumps({**tree, "driver_alive": alive, **asdict(heartbeat)}))
+        tree: dict[str, object] = {"out": str(job.root), "name": job.spec.name}
+        tree |= {"fingerprint": job.fingerprint, "driver_alive": alive, "missing_part": missing}
+        print(json.dumps({**tree, **asdict(heartbeat)}))
         return 0
     screen = Screen()
-    facts = [("job", f"{job.spec.name} ({job.fingerprint[:12]})"), ("state", heartbeat.state)]
+    shown = state if missing is None else f"{state}: {missing} is missing, though _SUCCESS is there"
+    facts = [("job", f"{job.spec.name} ({job.fingerprint[:12]})"), ("state", shown)]
     if alive and record is not None:
         facts.append(("driver", f"process {record.pid} on {record.host.partition('/')[0]}"))
     facts.append(("progress", describe(heartbeat)))
@@ -46,3 +52,12 @@ def show_status(out: Path, *, as_json: bool) -> int:
     if not alive and not job.is_complete:
         screen.line(f"to go on: {resume_command(job.root)}", style="bold")
     return 0
+
+
+def _missing_part(job: JobDirectory) -> str | None:
+    """The first part of the dataset that is not there. Looks for files, reads none."""
+    for part in range(job.num_parts):
+        path = job.data / job.part_name(part)
+        if not path.is_file():
+            return str(path.relative_to(job.root))
+    return None

@@ -57,8 +57,8 @@ def trajectories(
     as_json: Json = False,
 ) -> int:
     """Run a job that also records what the target saw and committed, for `train drafter`."""
+    from spot_batch.actor import model_info
     from spot_batch.cli import running
-    from spot_batch.targets.registry import resolve_model
 
     loaded, out = compose(
         spec,
@@ -78,13 +78,7 @@ def trajectories(
             "resources.actors": actors,
         },
     )
-    target = loaded.model.target
-    info = resolve_model(
-        target.path,
-        revision=target.revision,
-        block_length=target.block_length,
-        mask_id=target.mask_id,
-    )
+    info = model_info(loaded)
     num_states = -(-loaded.generation.max_new_tokens // loaded.output.trajectory_every)
     num_bytes = num_states * info.block_length * min(32, info.vocab_size) * STATE_BYTES
     typer.echo(

@@ -49,12 +49,13 @@ def find_end(
 
 
 def cut_at_text(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> End | None:
-    """The end before the first of the stop strings that the tokens' text holds."""
+    """The end before the stop string that is complete first, so that it does not matter how much
+    of the text is there when it is looked for."""
     text = decode(tokens)
-    found = [at for at in (text.find(one) for one in stop) if at >= 0]
+    found = [(at + len(one), at) for one in stop if (at := text.find(one)) >= 0]
     if not found:
         return None
-    at = min(found)
+    _, at = min(found)
     num_tokens = len(tokens)
     while num_tokens and len(decode(tokens[:num_tokens])) > at:
         num_tokens -= 1

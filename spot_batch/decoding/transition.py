@@ -211,6 +211,7 @@ def _filter(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     mass = ranked.masked_fill(~kept, -math.inf).double().softmax(dim=1).mul(_INT_ONE).long()
     above = mass.cumsum(dim=1) - mass
     kept &= (above < (top_p[on].double() * _INT_ONE).long()[:, None]) | (top_p[on] >= 1.0)[:, None]
+    kept[:, 0] = True  # however small top-p is
     filtered = scores.clone()
     filtered[on] = torch.full_like(ranked, -math.inf).scatter(
         1, order, ranked.masked_fill(~kept, -math.inf)

@@ -42,6 +42,7 @@ from spot_batch.store import (
     append_event,
     compact,
     compare_audits,
+    fault_of_parts,
     finalize,
     publish_segment,
     scan,
@@ -90,10 +91,13 @@ def run_job(
 ) -> JobResult:
     """Bring a job to its end, or to a stop that the same command resumes.
 
-    `lease` is the job's, held by the caller. A complete job stays as it is.
+    `lease` is the job's, held by the caller. A complete job stays as it is where its parts are
+    still those that were written; else it is no longer complete, and goes on.
     """
     if job.is_complete:
-        return _result_of_complete(job)
+        complete = _result_of_complete(job)
+        if complete is not None:
+            return complete
     stop = StopRequest()
     run = _Run(job, facts, ui, lease=lease, stop=stop)
     try:
@@ -158,7 +162,7 @@ class _Run:
         self._lease = lease
         self._stop = stop
         self._halt: _Halt | None = None
-        published = scan(job)
+        published = scan(job, verify=True)
         self._durable = published.data
         self._audited = published.audits
         spec = job.spec.equivalence
@@ -447,8 +451,18 @@ class _Run:
         append_event(self._job, kind, **facts)
 
 
-def _result_of_complete(job: JobDirectory) -> JobResult:
-    summary = Summary.read(job.summary_path)
+def _result_of_complete(job: JobDirectory) -> JobResult | None:
+    """The result that stands in the directory; None, and no `_SUCCESS`, where it is damaged."""
+    fault = fault_of_parts(job)
+    if fault is None:
+        try:
+            summary = Summary.read(job.summary_path)
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+            fault = f"{job.summary_path.name}: cannot be read ({error})"
+    if fault is not None:
+        logger.warning("%s; the job is not complete and goes on", fault)
+        job.success.unlink(missing_ok=True)
+        return None
     exit_code, _ = verdict(job.spec, summary)
     return JobResult(
         exit_code=exit_code,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.reader import InputReader, InputRows
 from spot_batch.inputs.render import PromptRenderer
-from spot_batch.job import MAX_NEW_TOKENS, JobSpec
+from spot_batch.job import MAX_NEW_TOKENS, JobSpec, checked_temperature
 from spot_batch.records import (
     Completion,
     Confidence,
@@ -219,13 +218,12 @@ def _temperature(values: Mapping[str, object], per_row: Sequence[str], default: 
     value: Any = values.get("temperature") if "temperature" in per_row else None
     if value is None:
         return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value < math.inf:
-        raise RowFault(
-            "bad_override",
-            f"column 'temperature' must be 0 or a finite number above, got {value!r}",
-        )
-    return float(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RowFault("bad_override", f"column 'temperature' must be a number, got {value!r}")
+    try:
+        return checked_temperature(float(value))
+    except (ValueError, OverflowError) as error:
+        raise RowFault("bad_override", f"column 'temperature' {error}") from None
 
 
 def _shown(value: object) -> str:

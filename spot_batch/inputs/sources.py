@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _BY_SUFFIX = {
     ".tsv": "csv",
 }
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"})
+_JOB_STATE = "_spot"
 _BUNDLED = "bundled:"
 _HUB = "hf://datasets/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -75,11 +77,16 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
     elif path.exists():
         yield SourceFile(path, _format_of(path, spec))
     elif glob.has_magic(source):
-        found = sorted(each for each in glob.glob(source, recursive=True) if Path(each).is_file())
+        matches = sorted(glob.glob(source, recursive=True))
+        plain = takewhile(lambda part: not glob.has_magic(part), Path(source).parts)
+        files = [Path(each).absolute() for each in matches if Path(each).is_file()]
+        found = _without_jobs(files, Path(*plain).absolute())
         if not found:
-            raise InputError(f"input.source: no file matches {source!r}")
+            raise InputError(
+                f"input.source: no file matches {source!r}{_left_out(len(files) - len(found))}"
+            )
         for each in found:
-            yield SourceFile(Path(each).absolute(), _format_of(Path(each), spec))
+            yield SourceFile(each, _format_of(each, spec))
     elif _HUB_ID.fullmatch(source) and path.suffix.lower() not in _BY_SUFFIX:
         yield _from_hub(source, spec, hub_dir)
     else:
@@ -108,20 +115,50 @@ def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterato
     if spec.format == "hf":
         yield _as_parquet(_prepared(str(folder), spec)[0], hub_dir)
         return
-    found = [
+    files = [
         path
         for path in sorted(folder.iterdir())
         if path.is_file()
         and not path.name.startswith((".", "_"))
         and (path.suffix.lower() in _BY_SUFFIX)
     ]
+    found = _without_jobs(files, folder)
     if not found:
         raise InputError(
             f"input.source: the folder {folder} holds no file that can be read "
-            f"({', '.join(_BY_SUFFIX)})"
+            f"({', '.join(_BY_SUFFIX)}){_left_out(len(files) - len(found))}"
         )
     for path in found:
         yield SourceFile(path, _format_of(path, spec))
+
+
+def _without_jobs(files: list[Path], named: Path) -> list[Path]:
+    """The files that are no part of a job directory at or below `named`.
+
+    A job's output may stand among its input: what the job writes must not change what it reads.
+    A folder inside a job that is itself named (out/data) is read, as input of the next job.
+    """
+    is_job: dict[Path, bool] = {}
+
+    def is_of_a_job(file: Path) -> bool:
+        for folder in file.parents:
+            if folder.name == _JOB_STATE:  # also before the job's first file says that it is one
+                return True
+            if folder not in is_job:
+                is_job[folder] = (folder / _JOB_STATE / "format").is_file()
+            if is_job[folder]:
+                return True
+            if folder == named:
+                break
+        return False
+
+    return [file for file in files if not is_of_a_job(file)]
+
+
+def _left_out(count: int) -> str:
+    if not count:
+        return ""
+    return f"; {count} left out as files of a job directory (name its data folder to read it)"
 
 
 def _format_of(path: Path, spec: InputSpec) -> str:

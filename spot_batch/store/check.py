@@ -43,7 +43,7 @@ def _published(job: JobDirectory, sample_ids: list[int]) -> Iterator[tuple[int, 
         wanted.setdefault(job.part_of(sample_id), set()).add(sample_id)
     loose: set[int] = set()
     for part, ids in wanted.items():
-        if read_part(job, part) is None:
+        if read_part(job, part, verify=True) is None:  # damage is not a difference
             loose |= ids
         else:
             yield from _from_part(job, part, ids)

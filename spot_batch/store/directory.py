@@ -22,6 +22,7 @@ from spot_batch.store.files import (
     link_whole,
     speaking_plainly,
     staged,
+    sync_folder,
     write_atomically,
     write_durably,
 )
@@ -112,6 +113,8 @@ class JobDirectory:
                 raise SpecConflict(str(self.root), lines)
             self._write_spec_and_input(spec, pinned)
         else:
+            if (self.spot / "format").exists():  # a creation cut short, maybe of a later version
+                self._check_format()
             self._create(spec, fingerprint=fingerprint, fields=fields, pinned=pinned)
         return JobDirectory.open(self.root)
 
@@ -123,7 +126,7 @@ class JobDirectory:
         if (root / "_spot").is_symlink():
             raise OutputError(f"{root}/_spot: is a link; refused")
         if root.is_dir() and not (self.spot / "format").exists():
-            strangers = sorted(entry.name for entry in os.scandir(root) if entry.name != "_spot")
+            strangers = sorted(e.name for e in os.scandir(root) if not self._is_begun(e))
             if strangers:
                 raise OutputError(
                     f"{root}: is not empty and not a job directory (it holds {strangers[0]!r}); "
@@ -134,6 +137,14 @@ class JobDirectory:
         probe = self.tmp / f"{os.getpid()}-probe"
         write_durably(probe, b"")
         probe.unlink(missing_ok=True)
+
+    def _is_begun(self, entry: os.DirEntry[str]) -> bool:
+        """Whether an entry is what a creation that was cut short leaves: our names, no content."""
+        if entry.name == self.spot.name:
+            return True
+        ours = {self.data.name, self.stats.name, self.audit.name}
+        is_folder = entry.is_dir(follow_symlinks=False)
+        return entry.name in ours and is_folder and not os.listdir(entry.path)
 
     @property
     def exists(self) -> bool:
@@ -334,9 +345,13 @@ class JobDirectory:
         )
         folders = (self.data, self.stats, self.audit, self.segments, self.control, self.logs)
         with speaking_plainly(self.root):
-            for folder in (self.tmp, *folders):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.tmp.mkdir(parents=True, exist_ok=True)
+        # Before anything that a person sees: a stop from here on leaves a folder known as ours.
         self._write(self.spot / "format", FORMAT + "\n")
+        sync_folder(self.root)
+        with speaking_plainly(self.root):
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
         facts = CardFacts(spec=spec, fingerprint=fingerprint, fields=fields, pinned=pinned)
         self._write(self.readme, render_card(facts))
         self._write_spec_and_input(spec, pinned)

@@ -22,8 +22,9 @@ def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | 
     `_SUCCESS` is withheld where the check found a difference and `equivalence.on_fail` is stop.
     May be called again: a complete job stays as it is but for card and summary.
     """
-    published = scan(job)
+    published = scan(job, verify=True)
     if len(published.data) != job.num_samples:
+        job.success.unlink(missing_ok=True)
         gaps = IntervalSet(published.data.gaps(job.num_samples))
         raise ValueError(f"{job.root}: {len(gaps)} samples are missing ({str(gaps)[:200]})")
     parts = [compact(job, index) for index in range(job.num_parts)]

@@ -27,7 +27,14 @@ from spot_batch.store.files import (
     staged,
 )
 from spot_batch.store.intervals import IntervalSet
-from spot_batch.store.scan import PART_KEY, BadPart, PartFacts, PartInfo, count_rows, read_part
+from spot_batch.store.scan import (
+    PART_KEY,
+    UNREADABLE,
+    PartFacts,
+    PartInfo,
+    count_rows,
+    read_part,
+)
 from spot_batch.store.schema import (
     BATCH_ROWS,
     ERROR,
@@ -94,14 +101,15 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
     with staged(job.tmp) as data_path, staged(job.tmp) as errors_path, staged(job.tmp) as stats:
         completions = _data_batches(job, segments, choice)
         _write_part(data_path, job.schema, completions, job.spec.output.compression)
-        _write_stats(job, stats, segments, choice, data_path)
+        if any(choice.failed):
+            _write_part(errors_path, *_error_rows(job, segments, choice), "zstd")
+        _write_stats(job, stats, segments, choice, data_path, errors_path)
         if not link_whole(stats, job.stats / name):
             theirs = _stored_choice(job, part, segments)
             if theirs is not None and theirs != choice:
                 return compact(job, part)  # another compactor's choice is the part's
             replace_whole(stats, job.stats / name)
         if any(choice.failed):
-            _write_part(errors_path, *_error_rows(job, segments, choice), "zstd")
             _publish_part(errors_path, job.errors / name, None)
         else:
             (job.errors / name).unlink(missing_ok=True)  # of a damaged part that is made again
@@ -185,7 +193,7 @@ def _stored_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) -
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             names = reader.read_all().column("segment").to_pylist()
-    except (FileNotFoundError, pa.ArrowInvalid, KeyError):
+    except UNREADABLE:  # missing or damaged: there is no choice to keep to
         return None
     ids = job.part_ids(part)
     rows_of = {
@@ -288,12 +296,14 @@ def _write_stats(
     segments: Sequence[_Segment],
     choice: _Choice,
     data_path: Path,
+    errors_path: Path,
 ) -> None:
     facts = PartFacts(
         num_bytes=data_path.stat().st_size,
         num_errors=sum(choice.failed),
         sha256=sha256_of(data_path),
         totals=_totals(job, segments, choice),
+        errors_sha256=sha256_of(errors_path) if any(choice.failed) else None,
     )
     schema = STATS_SCHEMA.with_metadata({**job.schema.metadata, PART_KEY: facts.to_json()})
     own = [job.spec.output.prefix + name for name in ("row_index", "sample_index")]
@@ -359,6 +369,6 @@ def _publish_part(source: Path, final: Path, schema: pa.Schema | None) -> None:
     try:
         count_rows(final, schema)
         logger.warning("%s: differs from what its segments hold; replaced", final.name)
-    except (pa.ArrowInvalid, BadPart):
+    except UNREADABLE:
         logger.warning("%s: damaged; replaced", final.name)
     replace_whole(source, final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from spot_batch.store.directory import JobDirectory
+from spot_batch.store.files import sha256_of
 from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.schema import BATCH_ROWS
 from spot_batch.store.segments import BadSegment, SegmentInfo, list_segments, read_info
@@ -51,12 +53,15 @@ class Published:
         return sum((part.totals for part in self.parts), start=sum(loose, start=Totals()))
 
 
-def scan(job: JobDirectory) -> Published:
-    """Reads every part's and segment's footer; files that do not count are named in a warning."""
+def scan(job: JobDirectory, *, verify: bool = False) -> Published:
+    """Reads every part's and segment's footer; files that do not count are named in a warning.
+
+    `verify` reads all of each part, as `read_part` does.
+    """
     in_parts = IntervalSet()
     parts = []
     for index in range(job.num_parts):
-        part = read_part(job, index)
+        part = read_part(job, index, verify=verify)
         if part is not None:
             ids = job.part_ids(index)
             in_parts.add_range(ids.start, ids.stop)
@@ -79,32 +84,60 @@ def scan(job: JobDirectory) -> Published:
     )
 
 
-def read_part(job: JobDirectory, index: int) -> PartInfo | None:
-    """The published part, or None where it is missing or does not count (with a warning)."""
+def read_part(job: JobDirectory, index: int, *, verify: bool = False) -> PartInfo | None:
+    """The published part, or None where it is missing or does not count (with a warning).
+
+    `verify` compares the bytes with the hashes that were taken when the part was written, and
+    removes a data part that does not count: whoever looks less closely must not take it either.
+    """
     name = job.part_name(index)
-    path = job.data / name
-    if not path.exists():
+    if not (job.data / name).exists():
         return None
     try:
-        num_rows = count_rows(path, job.schema)
-        errors_path = job.errors / name
-        num_errors = 0 if not errors_path.exists() else count_rows(errors_path, None)
-        stored = _stored_facts(job.stats / name)
-    except (pa.ArrowInvalid, BadPart, KeyError, ValueError) as error:
+        return _sound_part(job, index, verify=verify)
+    except UNREADABLE as error:
+        _raise_if_refused(error)
         logger.warning("data/%s: does not count, its samples are made again: %s", name, error)
-        return None
-    if num_rows + num_errors != len(job.part_ids(index)) or stored.num_errors != num_errors:
-        logger.warning(
-            "data/%s: does not count, its samples are made again: %d rows and %d errors for %d ids",
-            name,
-            num_rows,
-            num_errors,
-            len(job.part_ids(index)),
-        )
-        return None
+    if verify:
+        (job.data / name).unlink(missing_ok=True)
+    return None
+
+
+def fault_of_parts(job: JobDirectory) -> str | None:
+    """What is wrong with the first part that is not as it was written; removes nothing."""
+    for index in range(job.num_parts):
+        name = job.part_name(index)
+        if not (job.data / name).exists():
+            return f"data/{name}: is gone"
+        try:
+            _sound_part(job, index, verify=True)
+        except UNREADABLE as error:
+            _raise_if_refused(error)
+            return f"data/{name}: {error}"
+    return None
+
+
+def _sound_part(job: JobDirectory, index: int, *, verify: bool) -> PartInfo:
+    """The part; one of UNREADABLE where it does not count."""
+    name = job.part_name(index)
+    path, errors_path, stats_path = (folder / name for folder in (job.data, job.errors, job.stats))
+    stored = _stored_facts(stats_path)
     if path.stat().st_size != stored.num_bytes:
-        logger.warning("data/%s: does not count, its samples are made again: its size", name)
-        return None
+        raise BadPart("its size is not that of the part that was written")
+    has_errors = errors_path.exists()
+    if verify:
+        if sha256_of(path) != stored.sha256:
+            raise BadPart("its bytes are not those that were written (sha256)")
+        _read_all_of(stats_path)
+        if has_errors and stored.errors_sha256 is None:  # written before errors had a hash
+            _read_all_of(errors_path)
+        elif has_errors and sha256_of(errors_path) != stored.errors_sha256:
+            raise BadPart(f"errors/{name}: its bytes are not those that were written (sha256)")
+    num_rows = count_rows(path, job.schema)
+    num_errors = count_rows(errors_path, None) if has_errors else 0
+    num_ids = len(job.part_ids(index))
+    if num_rows + num_errors != num_ids or stored.num_errors != num_errors:
+        raise BadPart(f"{num_rows} rows and {num_errors} errors for {num_ids} ids")
     return PartInfo(
         index=index,
         name=name,
@@ -115,8 +148,25 @@ def read_part(job: JobDirectory, index: int) -> PartInfo | None:
     )
 
 
+def _raise_if_refused(error: Exception) -> None:
+    """A file that may not be read, or not now, is not damaged: nothing is made again for it."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.EIO):
+        raise error
+
+
+def _read_all_of(path: Path) -> None:
+    """Decodes every batch; one of UNREADABLE where that cannot be done."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+        for number in range(reader.num_record_batches):
+            reader.get_batch(number).validate(full=True)
+
+
 class BadPart(ValueError):
-    """A file named as a part that is none of this job's."""
+    """A file named as a part that is none of this job's, or no longer as it was written."""
+
+
+# What reading a damaged part raises: flipped bytes may hit the footer, a batch or the facts.
+UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +177,7 @@ class PartFacts:
     num_errors: int
     sha256: str
     totals: Totals
+    errors_sha256: str | None = None  # None where there are no errors, and in older parts
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from spot_batch.cli import app, specs
-from spot_batch.cli.screen import printable
+from spot_batch.cli import app, running, specs
+from spot_batch.cli.screen import Screen, printable
 from spot_batch.job import load_spec
-from spot_batch.store import JobDirectory
+from spot_batch.records import Heartbeat
+from spot_batch.store import DriverAlive, JobDirectory, acquire_driver_lease, write_heartbeat
 
 
 class Done:
@@ -181,3 +184,121 @@ def test_another_input_is_not_read_the_way_of_the_packaged_one(rows: Path, tmp_p
 
 def test_text_cannot_speak_to_the_terminal() -> None:
     assert printable("\x1b[31mred\x07\u202eab\n\t[bold]") == "\\x1b[31mred\\x07\\u202eab\n\t[bold]"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "y/" * 3_000])
+def test_a_path_that_cannot_be_is_one_line_with_the_path(rows: Path, name: str) -> None:
+    for command in (["submit", "-i", rows, "-o", name], ["status", name], ["submit", name]):
+        done = Done(command)
+        assert done.code == 2, done.wrong
+        assert name[:200] in done.wrong
+        assert done.wrong.startswith("spot-batch: ")
+        assert done.wrong.count("\n") == 1
+
+
+def test_the_trace_of_an_unusable_path_is_there_for_those_who_want_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPOT_BATCH_TRACEBACK", "1")
+    result = CliRunner().invoke(app, ["submit", "x" * 300])
+    assert isinstance(result.exception, OSError)
+
+
+def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    script = (
+        "import os; from spot_batch.cli import app; "
+        f"os.mkdir({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+        "app(['submit', '-i', 'q.jsonl'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("spot-batch: the working directory is not there any more")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-i", "{rows}", "--model", "https://user:s3cret@host/m"],
+        ["-i", "{rows}", "--drafter", "https://s3cret@host/m"],
+        ["-i", "https://host/x.jsonl?token=s3cret"],
+        ["-i", "{rows}", "-o", "https://user:s3cret@host/out"],
+        ["-i", "{rows}", "--save-spec", "https://user:s3cret@host/spec.yaml"],
+        ["-i", "{rows}", "--set", "https://user:s3cret@host"],
+        ["-i", "{rows}", "--set", "input.sorce=https://user:s3cret@host"],
+        ["-i", "{rows}", "--set", "generation.temperature=https://user:s3cret@host"],
+        ["https://user:s3cret@host/spec.yaml"],
+    ],
+)
+def test_a_secret_is_shown_nowhere(rows: Path, tmp_path: Path, arguments: list[str]) -> None:
+    given = [each.format(rows=rows) for each in arguments]
+    done = Done(["submit", "-o", tmp_path / "out", *given])
+    assert done.code == 2
+    assert done.wrong.startswith("spot-batch: ")
+    assert "s3cret" not in done.shown + done.wrong
+
+
+def test_a_screen_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen.line("from https://user:s3cret@host/x")
+    screen.facts([("output", "https:/user:s3cret@host/x?token=s3cret")])
+    assert capsys.readouterr().out == (
+        "from https://***@host/x\noutput  https:/***@host/x?token=***\n"
+    )
+
+
+def test_a_complete_job_without_its_parts_is_not_called_complete(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    out = tmp_path / "out"
+    assert Done(["submit", "-i", path, "-o", out]).code == 0
+    job = JobDirectory.open(out)
+    (job.data / job.part_name(0)).unlink()
+    done = Done(["status", out, "--json"])
+    assert done.code == 0
+    document = json.loads(done.shown)
+    assert document["state"] == "damaged"
+    assert document["missing_part"] == f"data/{job.part_name(0)}"
+    assert f"damaged: data/{job.part_name(0)} is missing" in Done(["status", out]).shown
+
+
+def _ended(at: float) -> Heartbeat:
+    return Heartbeat(
+        state="failed", num_samples=0, num_durable=0, time=at, exit_code=3, message="last words"
+    )
+
+
+@pytest.mark.parametrize(("age_s", "taken"), [(60.0, False), (-1e-3, True)])
+def test_the_last_word_of_an_earlier_run_is_not_that_of_the_driver_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, taken: bool
+) -> None:
+    job = JobDirectory(tmp_path / "out")
+    with acquire_driver_lease(job) as lease:
+        job.spot.mkdir(parents=True, exist_ok=True)
+        write_heartbeat(job, _ended(time.time() - age_s))
+        monkeypatch.setattr(running.time, "sleep", lambda _: lease.release())
+        found = running._follow(Screen(), job)
+    assert (found is not None) == taken
+
+
+def test_another_job_begun_while_following_is_a_conflict_and_not_its_exit_code(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "none.jsonl", tmp_path / "out"
+    path.write_text("")
+
+    def driven(_: JobDirectory) -> None:
+        raise DriverAlive(str(out), os.getpid(), "here", 0.0)
+
+    def follow(*_: object) -> Heartbeat:
+        with monkeypatch.context() as own:
+            own.setattr(running, "acquire_driver_lease", acquire_driver_lease)
+            assert Done(["submit", "-i", path, "-o", out]).code == 0
+        return _ended(time.time())
+
+    monkeypatch.setattr(running, "acquire_driver_lease", driven)
+    monkeypatch.setattr(running, "_follow", follow)
+    done = Done(["submit", "-i", rows, "-o", out])
+    assert done.code == 2
+    assert "(directory) != " in done.wrong

@@ -57,6 +57,11 @@ def test_the_earliest_of_several_stop_texts_wins() -> None:
     assert cut_at_text([0, 1, 2, 3], ["d3", "c2"], spelled) == End("stop", 2, "a0b1")
 
 
+def test_of_overlapping_stop_texts_the_one_that_is_complete_first_cuts() -> None:
+    whole = cut_at_text([0, 1, 2, 3], ["a0b1c2", "b1"], spelled)
+    assert whole == cut_at_text([0, 1], ["a0b1c2", "b1"], spelled) == End("stop", 1, "a0")
+
+
 def test_a_stop_text_behind_a_stop_id_does_not_count() -> None:
     found = find_end([0, 9, 1], params(stop=("b1",)), whole=False, decode=spelled)
     assert found == End("stop", 1)

@@ -266,6 +266,8 @@ def test_no_drafter_budget_or_batch_changes_a_sample(chunk: int, tally: Tally) -
                     same=agrees(reference, ours), what=("reference", request, reference, ours)
                 )
             assert ours.stats.num_forwards == ours.num_draft_free_forwards
+            num_blocks = len({start for start, _ in reference.trace})
+            assert reference.near_tie or ours.stats.num_clean_passes == num_blocks - 1
         for variant in case.variants:
             drafter = make_drafter(variant.drafter, case.target, traces, seed=variant.seed)
             asked = [case.requests[index] for index in variant.order]

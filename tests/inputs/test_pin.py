@@ -73,6 +73,34 @@ def test_a_folder_is_its_files(here: Path) -> None:
     assert "holds no file that can be read" in complaint("none")
 
 
+def test_what_a_job_writes_among_its_input_is_no_input(here: Path) -> None:
+    (here / "in" / "more").mkdir(parents=True)
+    write_jsonl(here / "in" / "a.jsonl", [{"prompt": "a"}])
+    write_jsonl(here / "in" / "more" / "b.jsonl", [{"prompt": "b"}])
+    before = pin("in/**/*.jsonl")
+    spot = here / "in" / "out" / "_spot"
+    spot.mkdir(parents=True)
+    write_jsonl(spot / "events.jsonl", [{"prompt": "event"}])
+    assert pin("in/**/*.jsonl").identity == before.identity  # not yet known as a job's
+    (spot / "format").write_text("1\n")
+    write_jsonl(here / "in" / "out" / "rows.jsonl", [{"prompt": "row"}])
+    for pattern in ("in/**/*.jsonl", "./in/**/*.jsonl", f"{here}/in/**/*.jsonl", "**/*.jsonl"):
+        assert [Path(file.path).name for file in pin(pattern).files] == ["a.jsonl", "b.jsonl"]
+    assert "2 left out as files of a job directory" in complaint("in/out/**/*.jsonl")
+
+
+def test_a_job_folder_is_no_input_and_its_named_data_folder_is(here: Path) -> None:
+    data = here / "out" / "data"
+    data.mkdir(parents=True)
+    (here / "out" / "_spot").mkdir()
+    (here / "out" / "_spot" / "format").write_text("1\n")
+    write_jsonl(here / "out" / "summary.json", [{"prompt": "summary"}])
+    write_jsonl(data / "part.jsonl", [{"prompt": "a"}])
+    assert "1 left out as files of a job directory" in complaint("out")
+    assert pin("out/data").num_rows == pin("out/data/*.jsonl").num_rows == 1
+    assert pin("out/data/part.jsonl").num_rows == 1
+
+
 def test_files_of_two_formats_are_refused(here: Path) -> None:
     write_jsonl(here / "a.jsonl", [{"prompt": "a"}])
     pq.write_table(pa.table({"prompt": ["b"]}), here / "b.parquet")

@@ -92,13 +92,14 @@ def test_rows_override_what_the_spec_lets_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("temperature", -1, "column 'temperature' must be 0 or a finite number above, got -1"),
-        ("temperature", True, "column 'temperature' must be 0 or a finite number above, got True"),
+        ("temperature", -1, "column 'temperature' must be 0 or from 0.0001 to 10000, got -1"),
         (
             "temperature",
-            "hot",
-            "column 'temperature' must be 0 or a finite number above, got 'hot'",
+            1e300,
+            "column 'temperature' must be 0 or from 0.0001 to 10000, got 1e+300",
         ),
+        ("temperature", True, "column 'temperature' must be a number, got True"),
+        ("temperature", "hot", "column 'temperature' must be a number, got 'hot'"),
         (
             "max_new_tokens",
             0,

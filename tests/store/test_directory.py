@@ -11,7 +11,7 @@ import pytest
 
 from spot_batch.inputs import InputReader, check_unchanged, pin_input
 from spot_batch.job import SpecError, fingerprint, load_spec
-from spot_batch.store import JobDirectory, OutputError, SpecConflict, StorageFull
+from spot_batch.store import JobDirectory, OutputError, SpecConflict, StorageFull, directory
 from spot_batch.store.files import write_durably
 from tests.store.jobs import make_job, make_spec, prompts, write_jsonl
 
@@ -99,6 +99,68 @@ def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
     job.fingerprint_path.unlink()  # it is written last
     assert not JobDirectory(job.root).exists
     assert make_job(tmp_path, prompts(3)).fingerprint == job.fingerprint
+
+
+class Stopped(BaseException):
+    """As a kill: nothing in between handles it."""
+
+
+@pytest.mark.parametrize("step", ["write_atomically", "mkdir"])
+def test_a_creation_that_was_stopped_anywhere_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    owner = Path if step == "mkdir" else directory
+    real = getattr(owner, step)
+    num_stops = 0
+    while True:
+        root = tmp_path / str(num_stops)
+        spec = make_spec(write_jsonl(tmp_path / "rows.jsonl", prompts(3)))
+        pinned = pin_input(spec)
+        mark, fields = fingerprint(spec, pinned.identity, {"weights": "w"})
+        left = num_stops
+
+        def stopping(*args: object, **named: object) -> object:
+            nonlocal left
+            if left == 0:
+                raise Stopped
+            left -= 1
+            return real(*args, **named)
+
+        job = JobDirectory(root)
+        job.check_usable()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, step, stopping)
+                job._create(spec, fingerprint=mark, fields=fields, pinned=pinned)
+        except Stopped:
+            num_stops += 1
+        else:
+            break
+        again = JobDirectory(root).create_or_open(
+            spec, fingerprint=mark, fields=fields, pinned=pinned
+        )
+        assert (again.num_samples, again.fingerprint) == (3, mark)
+        assert all(folder.is_dir() for folder in (again.data, again.stats, again.audit))
+    assert num_stops >= 6
+
+
+def test_empty_folders_of_our_names_alone_are_ours_to_use(tmp_path: Path) -> None:
+    """As an earlier version left them when it was stopped before it wrote `_spot/format`."""
+    for name in ("data", "stats", "audit", "_spot/tmp"):
+        (tmp_path / "a" / "out" / name).mkdir(parents=True)
+    assert make_job(tmp_path / "a", prompts(1)).num_samples == 1
+    (tmp_path / "b" / "out" / "data").mkdir(parents=True)
+    (tmp_path / "b" / "out" / "data" / "mine.csv").write_text("x")
+    with pytest.raises(OutputError, match=r"not a job directory \(it holds 'data'\)"):
+        make_job(tmp_path / "b", prompts(1))
+
+
+def test_a_creation_cut_short_by_a_later_version_is_not_taken_over(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1))
+    job.fingerprint_path.unlink()
+    (job.spot / "format").write_text("9\n")
+    with pytest.raises(OutputError, match="written in format 9; this version reads 1"):
+        make_job(tmp_path, prompts(1))
 
 
 def test_an_output_that_cannot_be_written_is_named() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import logging
 import multiprocessing
 import random
@@ -17,11 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spot_batch.driver.progress import Silent
+from spot_batch.driver.run import JobResult, _result_of_complete, run_job
 from spot_batch.records import CheckResult, RunFacts
 from spot_batch.store import (
     JobDirectory,
     StorageFull,
     Summary,
+    acquire_driver_lease,
     compact,
     compare_audits,
     delete_covered_segments,
@@ -30,6 +34,7 @@ from spot_batch.store import (
     scan,
 )
 from spot_batch.store.parts import _write_part
+from spot_batch.store.scan import PART_KEY
 from tests.store.jobs import changed, make_job, make_outcomes, prompts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -256,6 +261,153 @@ def test_a_damaged_part_is_made_again(
     compact(job, 0)
     assert sha256s(job) == whole
     assert len(scan(job).in_parts) == 10
+
+
+def flip(path: Path, place: int) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[place] ^= 0x10
+    path.write_bytes(damaged)
+
+
+def place_of_text(job: JobDirectory, text: bytes) -> int:
+    """Where a generation stands in the first part: a byte whose change breaks no structure."""
+    return (job.data / job.part_name(0)).read_bytes().index(text)
+
+
+def test_a_part_with_one_other_byte_is_taken_away_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(tmp_path, prompts(10), output__rows_per_part=5, output__compression="none")
+    publish_segment(job, make_outcomes(job, range(10)))
+    for part in range(2):
+        compact(job, part)
+    whole = sha256s(job)
+    delete_covered_segments(job, scan(job).parts)
+    path = job.data / job.part_name(0)
+    flip(path, place_of_text(job, b"sample 3 is"))
+    assert str(scan(job).data) == "0-9"  # a light look does not see it
+    with caplog.at_level(logging.WARNING):
+        assert str(scan(job, verify=True).data) == "5-9"
+    assert f"data/{path.name}: does not count" in caplog.text
+    assert not path.exists()
+    publish_segment(job, make_outcomes(job, range(5), drafted=8))
+    finalize(job, check=None, facts=FACTS)
+    assert sha256s(job) == whole
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_damaged_part_gets_no_mark_of_success_and_is_no_difference(
+    tmp_path: Path, compression: str
+) -> None:
+    for place in range(0, 4_000, 250):
+        root = tmp_path / str(place)
+        job = make_job(root, prompts(20), output__compression=compression)
+        publish_segment(job, make_outcomes(job, range(20)))
+        publish_segment(job, make_outcomes(job, range(20)), purpose="audit")
+        compact(job, 0)
+        delete_covered_segments(job, scan(job).parts)
+        path = job.data / job.part_name(0)
+        flip(path, place % path.stat().st_size)
+        assert compare_audits(job).num_differed == 0
+        with pytest.raises(ValueError, match="20 samples are missing"):
+            finalize(job, check=None, facts=FACTS)
+        assert not job.is_complete
+
+
+@pytest.mark.parametrize("folder", ["errors", "stats"])
+def test_damage_beside_the_data_makes_the_part_again(tmp_path: Path, folder: str) -> None:
+    outcomes = range(0, 10)
+    size, place = 1, 0
+    while place < size:  # all over the file: header, batch, footer
+        job = make_job(tmp_path / str(place), prompts(10))
+        publish_segment(job, make_outcomes(job, outcomes, failed={2, 7}))
+        name = compact(job, 0).name
+        path = job.root / folder / name
+        size, before = path.stat().st_size, read(path)
+        flip(path, place)
+        again = make_outcomes(job, outcomes, failed={2, 7})
+        if len(scan(job, verify=True).in_parts) == 0:
+            publish_segment(job, again)
+            finalize(job, check=None, facts=FACTS)
+        else:  # padding, or metadata that nobody reads: only statistics have no hash
+            assert folder == "stats"
+        if folder == "errors":
+            assert read(path) == before
+        place += 331
+
+
+def test_an_error_part_without_a_hash_is_opened_batch_by_batch(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(10))
+    publish_segment(job, make_outcomes(job, range(10), failed={2, 7}))
+    name = compact(job, 0).name
+    stats = read(job.stats / name)
+    facts = json.loads(stats.schema.metadata[PART_KEY])
+    assert facts.pop("errors_sha256") == sha256s(job, "errors")[name]
+    older = {**stats.schema.metadata, PART_KEY: json.dumps(facts).encode()}
+    with pa.ipc.new_file(job.stats / name, stats.schema.with_metadata(older)) as writer:
+        writer.write_table(stats)
+    assert len(scan(job, verify=True).in_parts) == 10
+    path = job.errors / name
+    flip(path, path.read_bytes().index(b"\x28\xb5\x2f\xfd"))  # the mark of a zstd frame
+    assert len(scan(job, verify=True).in_parts) == 0
+
+
+def finished(tmp_path: Path) -> JobDirectory:
+    options: dict[str, object] = {"output__rows_per_part": 5, "equivalence__audit_fraction": 0}
+    job = make_job(tmp_path, prompts(10), output__compression="none", **options)
+    publish_segment(job, make_outcomes(job, range(10), failed={4}))
+    finalize(job, check=None, facts=FACTS)
+    return job
+
+
+def run_again(job: JobDirectory) -> JobResult:
+    with acquire_driver_lease(job) as lease:
+        return run_job(job, FACTS, Silent(), lease=lease)
+
+
+def test_a_complete_job_whose_parts_are_whole_stays_as_it_is(tmp_path: Path) -> None:
+    job = finished(tmp_path)
+    before = job.success.stat().st_ino, sha256s(job)
+    assert run_again(job).message == "complete already"
+    assert (job.success.stat().st_ino, sha256s(job)) == before
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "flipped", "errors", "stats", "summary"])
+def test_a_complete_job_that_was_damaged_goes_on_as_an_incomplete_one(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = finished(tmp_path)
+    whole = sha256s(job) | sha256s(job, "errors")
+    name = job.part_name(0)
+    path = job.summary_path if damage == "summary" else job.data / name
+    if damage in ("errors", "stats"):
+        (job.root / damage / name).unlink()
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "flipped":
+        flip(path, place_of_text(job, b"sample 3 is"))
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    if damage != "summary":  # what actors would publish again
+        publish_segment(job, make_outcomes(job, range(5), failed={4}))
+    with caplog.at_level(logging.WARNING):
+        result = run_again(job)
+    assert f"{path.name}: " in caplog.text
+    assert "the job is not complete and goes on" in caplog.text
+    assert result.message != "complete already"
+    assert job.is_complete
+    assert sha256s(job) | sha256s(job, "errors") == whole
+    assert Summary.read(job.summary_path).totals.num_samples == 10
+
+
+def test_a_complete_job_that_was_damaged_is_complete_no_more_until_made_again(
+    tmp_path: Path,
+) -> None:
+    job = finished(tmp_path)
+    (job.data / job.part_name(1)).unlink()
+    assert _result_of_complete(job) is None
+    assert not job.is_complete
+    assert str(scan(job).data) == "0-4"
 
 
 def test_a_part_of_another_job_does_not_count(tmp_path: Path) -> None:
