@@ -261,12 +261,15 @@ def show_results(
             )
         )
     where = str(job.root)
-    facts.append(
-        (
-            "load it",
-            f"datasets.load_dataset({where!r}, split='train')\n"
-            f"pyarrow.dataset.dataset({where + '/data'!r}, format='ipc').to_table()\n"
-            f"polars.scan_ipc({where + '/data/*.arrow'!r}).collect()",
-        )
-    )
+    ways = [
+        f"spot_batch.load({where!r})",
+        f"datasets.load_dataset({where!r}, split='train')",
+        f"pyarrow.dataset.dataset({where + '/data'!r}, format='ipc').to_table()",
+        f"polars.scan_ipc({where + '/data/*.arrow'!r}).collect()",
+    ]
+    if not totals.num_completions:
+        del ways[1]  # load_dataset refuses a split without rows
+    facts.append(("load it", "\n".join(ways)))
+    if totals.num_errors:
+        facts.append(("errors", f"spot_batch.load({where!r}, 'errors')"))
     screen.facts(facts)

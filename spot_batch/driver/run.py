@@ -336,9 +336,11 @@ class _Run:
         here = self._meter.here
         all_failed = here.num_samples >= FAIL_EARLY_AFTER and here.num_errors == here.num_samples
         if all_failed and not self._pool.done:
+            codes = ", ".join(f"{code} {count}" for code, count in here.error_codes.items())
             self._halt = _Halt(
                 Exit.TOO_MANY_ERRORS,
-                f"stopped early: each of the first {here.num_samples} rows failed",
+                f"stopped early: each of the first {here.num_samples} rows failed ({codes}); "
+                "`spot-batch validate` shows how the prompts are read",
             )
 
     # -- what goes wrong ---------------------------------------------------------------------------

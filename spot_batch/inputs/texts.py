@@ -162,7 +162,7 @@ def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRo
         byte = data[error.start]
         return failed("bad_encoding", f"not UTF-8: byte 0x{byte:02x} at column {error.start + 1}")
     try:
-        values = json.loads(text)
+        values = json.loads(text.rstrip("\r\n"))  # columns count on this line
     except RecursionError:
         return failed("bad_json", "nested too deeply")
     except ValueError as error:

@@ -85,7 +85,7 @@ def _loading(facts: CardFacts) -> str:
         'datasets.load_dataset("OUT")                         # copies into its cache',
         'pyarrow.dataset.dataset("OUT/data", format="ipc")',
         'polars.scan_ipc("OUT/data/*.arrow")',
-        'import spot_batch; spot_batch.load("OUT")            # a datasets.Dataset, no copy',
+        'import spot_batch; spot_batch.load("OUT")            # a datasets.Dataset',
     ]
     if facts.has_errors:
         lines.append('spot_batch.load("OUT", "errors")')
