@@ -17,7 +17,8 @@ from spot_batch.targets.rows import RowTiles, proven_tiles, tile_linears
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
 
 # Pointwise kernels cut their elements evenly among threads and treat what does not fill a vector
-# register with other instructions. Halves of whole slots always fill them; thirds need not.
+# register with other instructions. Halves of slots of the published sizes always fill them; thirds
+# need not, nor do slots whose widest rows are no multiple of 32 elements.
 _MOST_THREADS = 2
 
 
@@ -136,6 +137,12 @@ def load_target(
             f"{torch.get_num_threads()}: set resources.cpu_threads lower and take more actors"
         )
     config = qwen3_config(info)
+    if canonical and device.type == "cpu" and info.block_length * config.intermediate_size % 32:
+        raise ModelError(
+            f"{info.path}: canonical numerics on CPU want block length x intermediate size to be "
+            f"a multiple of 32, got {info.block_length} x {config.intermediate_size}: "
+            "set speculation.numerics to fast"
+        )
     try:
         model, report = Qwen3ForCausalLM.from_pretrained(
             info.path,

@@ -133,3 +133,11 @@ def test_rope_scaling_is_refused_not_ignored(folder: Path) -> None:
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="dtype must be auto or one of"):
         load_target(resolve_model(str(folder)), dtype="float8")
+
+
+def test_sizes_that_canonical_numerics_do_not_hold_for_are_refused(tmp_path: Path) -> None:
+    """SiLU takes other instructions for what does not fill a vector register."""
+    odd = resolve_model(str(write_target(tmp_path / "odd", intermediate_size=90, block_length=5)))
+    with pytest.raises(ModelError, match="a multiple of 32, got 5 x 90"):
+        load_target(odd)
+    load_target(odd, canonical=False)
