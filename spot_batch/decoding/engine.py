@@ -304,11 +304,6 @@ class Engine:
         return len(self._samples)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that no sample has been started for."""
-        return len(self._waiting)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._samples or self._waiting)
 
@@ -317,12 +312,6 @@ class Engine:
         if request.params.stop and self._decode is None:
             raise ValueError("stop strings need an engine that was given `decode`")
         self._waiting.append(request)
-
-    def withdraw(self) -> list[Request]:
-        """Take back the requests that have not been started."""
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        return waiting
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:

@@ -32,7 +32,6 @@ from spot_batch.drafters.stale import (
 from spot_batch.records import NoiseKey
 
 KIND = "order"
-NUM_FEATURES = TOP_K + 4
 _LOG_ODDS_SCALE = 8.0
 
 
