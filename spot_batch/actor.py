@@ -70,8 +70,8 @@ class Actor:
 
     def __init__(self, out: Path, index: int, *, device: str = "auto") -> None:
         # The model code of transformers takes seconds to import, and only actors need it.
+        from spot_batch.targets.block import load_target
         from spot_batch.targets.numerics import measure_numerics
-        from spot_batch.targets.qwen3 import load_target
 
         started_s = time.monotonic()
         self._job = JobDirectory.open(out)

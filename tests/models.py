@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from spot_batch.targets.qwen3 import qwen3_config
+from spot_batch.targets.registry import ModelInfo, read_json
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
 CHAT_TEMPLATE = (
@@ -102,3 +107,48 @@ def write_target(
         json.dumps({"eos_token_id": [tokenizer.eos_token_id, tokenizer.pad_token_id]})
     )
     return folder
+
+
+def publish_tokenizer(folder: Path, *, mask_text: str, mask_text_of_files: str) -> None:
+    """Make a folder's tokenizer the files that SDAR is published with: Qwen2's, of a class of its
+    own, and a mask that the tokenizer's config and the other files need not spell alike."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = [*SPECIAL[:-1], mask_text_of_files]
+    ids = {text: len(alphabet) + index for index, text in enumerate(texts)}
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    files: dict[str, object] = {
+        "vocab.json": {letter: index for index, letter in enumerate(alphabet)},
+        "added_tokens.json": ids,
+        "special_tokens_map.json": {**named, "mask_token": mask_text_of_files},
+        "tokenizer_config.json": {
+            **named,
+            "mask_token": mask_text,
+            "chat_template": CHAT_TEMPLATE,
+            "tokenizer_class": "Qwen2Tokenizer",
+            "auto_map": {"AutoTokenizer": ["tokenization_qwen2.Qwen2Tokenizer", None]},
+            "added_tokens_decoder": {
+                str(number): {"content": text, "special": True, **flags}
+                for text, number in ids.items()
+            },
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def plain_model(info: ModelInfo, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    """transformers' own model with its own attention: no slots, no tiles, no cache of ours."""
+    config = qwen3_config(read_json(info.path / "config.json"), info.sizes, where=info.name)
+    model = Qwen3ForCausalLM.from_pretrained(
+        info.path, config=config, dtype=dtype, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def attend(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, n) bool, who sees whom -> the additive 4-D mask."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)[None, None]

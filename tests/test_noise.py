@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spot_batch import noise as noise_module
+from spot_batch.decoding import transition as transition_module
 from spot_batch.decoding.transition import perturbed_argmax
 from spot_batch.noise import (
     GUMBEL_MAX,
     NO_STEP,
+    Rounds,
+    at_once,
     gumbel,
     gumbel_from_bits,
     gumbel_rows,
     philox4x32,
+    words_at,
 )
 from tests.exact import reference
 
@@ -29,24 +37,146 @@ def words(*values: int) -> tuple[Tensor, ...]:
     return tuple(torch.tensor([value]) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers_of_random123(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     found = philox4x32(words(*counter), words(*key))  # type: ignore[arg-type]
     assert tuple(int(word) for word in found) == expected
     assert reference.philox(counter, key) == expected
+
+
+def signed(key: int) -> int:
+    """64 bits as an int64 holds them."""
+    return key - 2**64 if key >= 2**63 else key
+
+
+def addresses(num: int) -> Tensor:
+    """(5, N): so many random ones, and every combination of the extremes."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**63), 2**63 - 1, (5, num), generator=generator)
+    random[:4] &= 0xFFFFFFFF
+    word = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+    keys = torch.tensor([0, 1, -1, -(2**63), 2**63 - 1, -(2**32), 2**32 - 1])
+    return torch.cat((random, torch.cartesian_prod(word, word, word, word[:2], keys).T), dim=1)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Rounds:
+    """Rounds that are one kernel from their first call on."""
+    rounds = Rounds(worth_compiling=1)
+    rounds(*(torch.arange(9) for _ in range(4)))
+    if rounds.kernel is words_at:
+        pytest.skip("nothing can be compiled here")
+    return rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_the_compiled_kernel_gives_the_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...], compiled: Rounds
+) -> None:
+    address = torch.tensor([*counter, signed(key[0] + (key[1] << 32))])
+    with torch.inference_mode():
+        found = compiled.kernel(address[:, None].repeat(1, 3))
+    assert found.tolist() == [list(expected)] * 3
+
+
+@pytest.mark.slow
+def test_compiled_and_eager_rounds_have_the_same_bits(compiled: Rounds) -> None:
+    with torch.inference_mode():
+        address = addresses(1_200_000)
+        assert torch.equal(compiled.kernel(address), words_at(address))
+
+
+@pytest.mark.slow
+def test_compiled_noise_is_the_same_in_every_shape_and_compiled_once(
+    compiled: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    key = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator)
+    position, step = torch.arange(300) * 7, torch.arange(300) % 33
+    step[::5] = NO_STEP
+
+    def noise() -> list[Tensor]:
+        rows = [
+            gumbel_rows(key[:num], position=position[:num], step=step[:num], vocab_size=size)
+            for num, size in ((1, 3), (1, 50), (2, 4), (3, 513), (300, 1024), (7, 151_936))
+        ]
+        single = [
+            gumbel(key[:num], position=position[:num], step=step[:num], token=position[:num])
+            for num in (0, 1, 2, 3, 299)
+        ]
+        tokens = torch.arange(32)
+        at = {"position": position[:, None], "step": step[:, None]}
+        return [*rows, *single, gumbel(key[:, None], token=tokens, **at), gumbel(key[3], **SCALAR)]
+
+    expected = noise()
+    monkeypatch.setattr(noise_module, "rounds", compiled)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                found = noise()
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+SCALAR = {"position": torch.tensor(5), "step": torch.tensor(1), "token": torch.tensor(9)}
+
+
+def no_compiler(function: object, **options: object) -> Any:
+    raise RuntimeError("no compiler is there")
+
+
+def late_failure(function: object, **options: object) -> Callable[[Tensor], Tensor]:
+    def kernel(address: Tensor) -> Tensor:
+        raise OSError("no disk is there")
+
+    return kernel
+
+
+def wrong_bits(function: object, **options: object) -> Callable[[Tensor], Tensor]:
+    return lambda address: words_at(address) ^ 1
+
+
+@pytest.mark.parametrize("compiler", [no_compiler, late_failure, wrong_bits])
+def test_noise_is_made_op_by_op_where_compiling_fails_and_says_so_once(
+    compiler: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    address = {name: torch.arange(100) for name in ("position", "step", "token")}
+    expected = gumbel(torch.arange(100), **address)
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(noise_module, "rounds", Rounds(worth_compiling=1))
+    for _ in range(3):
+        assert torch.equal(gumbel(torch.arange(100), **address), expected)
+    assert len(caplog.messages) == 1
+    assert "op by op" in caplog.messages[0]
+
+
+def test_rounds_are_compiled_after_as_much_work_as_compiling_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+
+    def compile_(function: Callable[[Tensor], Tensor], **options: object) -> object:
+        return lambda address: (sizes.append(address.shape[1]), function(address))[1]
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    rounds = Rounds(worth_compiling=20_000)
+    for num in (1, 10, 9_000, 1, 12_000, 1, 7):  # the second of these counts as 8192
+        rounds(*(torch.arange(num) for _ in range(4)))
+    assert sizes == [12_000, 12_000, 7], "tried first, then used, but not for a single address"
 
 
 @given(
@@ -60,7 +190,7 @@ def test_noise_is_what_plain_integers_and_floats_make_of_its_address(
     key: int, position: int, step: int, token: int
 ) -> None:
     found = gumbel(
-        torch.tensor(key - 2**64 if key >= 2**63 else key),
+        torch.tensor(signed(key)),
         position=torch.tensor(position),
         step=torch.tensor(step),
         token=torch.tensor(token),
@@ -182,7 +312,7 @@ def test_neighbouring_addresses_are_uncorrelated(word: str) -> None:
 @pytest.mark.parametrize("bit", range(64))
 def test_every_bit_of_the_key_counts(bit: int) -> None:
     flipped = 1 << bit
-    keys = torch.tensor([0, flipped - 2**64 if flipped >= 2**63 else flipped])
+    keys = torch.tensor([0, signed(flipped)])
     rows = gumbel_rows(
         keys,
         position=torch.zeros(2, dtype=torch.int64),
@@ -235,6 +365,65 @@ def test_a_vocabulary_too_large_for_whole_rows_has_the_same_winners(scale: float
     first = [int((row == row.max()).nonzero()[0]) for row in dense]
     assert found.tolist() == first, "the lowest id wins a tie"
     assert int(found[3]) == 77
+
+
+VOCAB_SIZE = 151_936
+
+
+def scores_of(kind: str, num: int) -> Tensor:
+    """(num, 151,936) logits over T: as text has them, sure of a token, or behind a nucleus."""
+    generator = torch.Generator().manual_seed(4)
+    rank = torch.stack([torch.randperm(VOCAB_SIZE, generator=generator) + 1.0 for _ in range(num)])
+    scores = -1.1 * rank.log() + 0.3 * torch.randn(num, VOCAB_SIZE, generator=generator)
+    if kind == "sure":
+        scores = torch.where(rank == 1, 0.0, 2.5 * scores - 12.0)
+    return scores.masked_fill(rank > 40, -math.inf) if kind == "nucleus" else scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_made"), [("text", 1.0), ("sure", 0.01), ("nucleus", 0.001), ("mixed", 0.3)]
+)
+def test_noise_of_a_real_vocabulary_is_never_held_and_made_where_it_can_matter(
+    kind: str, most_made: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted where bits become floats: what is alive at once, and how much there is in all."""
+    kinds = ("sure", "text", "nucleus", "sure") if kind == "mixed" else (kind,) * 4
+    scores = torch.cat([scores_of(one, 4)[at : at + 1] for at, one in enumerate(kinds)])
+    num = len(scores)
+    address = {
+        "key": torch.arange(num) * 0x9E3779B97F4A7C15 % 2**63,
+        "position": torch.arange(num),
+        "step": torch.arange(num),
+    }
+    made: list[int] = []
+
+    def counted(bits: Tensor) -> Tensor:
+        made.append(bits.numel())
+        return gumbel_from_bits(bits)
+
+    monkeypatch.setattr(noise_module, "gumbel_from_bits", counted)
+    found = perturbed_argmax(scores, **address)
+    monkeypatch.undo()
+    assert max(made) <= 4 * at_once(scores.device) < num * VOCAB_SIZE / 2
+    assert sum(made) <= most_made * num * VOCAB_SIZE + num
+    dense = scores + gumbel_rows(**address, vocab_size=VOCAB_SIZE)
+    assert torch.equal(found, dense.argmax(dim=1))
+
+
+@pytest.mark.parametrize("tile", [64, 1000, 4096])
+def test_rows_cut_into_tiles_have_the_winners_of_whole_rows(
+    tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transition_module, "_TILE", tile)
+    monkeypatch.setattr(transition_module, "at_once", lambda device: 5 * tile // 4)
+    generator = torch.Generator().manual_seed(6)
+    for vocab_size in (1, 7, 1000, 2501):
+        scores = torch.randn(13, vocab_size, generator=generator)
+        scores[1], scores[2] = 1e12, -math.inf
+        scores[3] = 1e9 * scores[3].round()  # ties, and nothing but them
+        address = {"key": torch.arange(13), "position": torch.arange(13), "step": torch.arange(13)}
+        dense = scores + gumbel_rows(**address, vocab_size=vocab_size)
+        assert torch.equal(perturbed_argmax(scores, **address), dense.argmax(dim=1))
 
 
 def test_exact_ties_of_perturbed_scores_go_to_the_lowest_id_on_either_path() -> None:

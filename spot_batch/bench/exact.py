@@ -11,7 +11,7 @@ from spot_batch.bench.prompts import make_requests
 from spot_batch.decoding import Engine, EngineSettings
 from spot_batch.drafters.base import Drafter
 from spot_batch.records import Completion, Request, SamplingParams
-from spot_batch.targets.qwen3 import BlockTarget
+from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.registry import ModelInfo
 
 logger = logging.getLogger(__name__)

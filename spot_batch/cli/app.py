@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -30,6 +31,7 @@ app = typer.Typer(
 DEMO_OUT = Path("spot-batch-demo")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Number = TypeVar("Number", int, float)
 
 Input = Annotated[
     list[str] | None,
@@ -65,6 +67,8 @@ def speaking_plainly(command: Command) -> Command:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         warnings.filterwarnings("ignore", module=r"transformers\.")
+        logger, handler = logging.getLogger("spot_batch"), _Warnings(logging.WARNING)
+        logger.addHandler(handler)
         try:
             code = command(*args, **kwargs)
         except ValueError as error:
@@ -83,9 +87,21 @@ def speaking_plainly(command: Command) -> Command:
             _fail(said, 2)
         except KeyboardInterrupt:
             _fail("interrupted", 75)
+        finally:
+            logger.removeHandler(handler)
         raise typer.Exit(int(code or 0))
 
     return wrapped  # type: ignore[return-value]
+
+
+class _Warnings(logging.Handler):
+    """The package's warnings on stderr, one line each, unless a command logs everything."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from spot_batch.cli.screen import Screen
+
+        if not logging.getLogger("spot_batch").isEnabledFor(logging.INFO):
+            Screen(to_stderr=True).line(f"warning: {record.getMessage()}", style="yellow")
 
 
 def _said_of(error: OSError) -> str | None:
@@ -293,13 +309,25 @@ def compose(
     return loaded, out
 
 
+def numbers(text: str, kind: type[Number], name: str) -> list[Number]:
+    """A comma-separated option. Raises ValueError naming it."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--{name} wants {kind.__name__}s by comma, got {text!r}") from None
+
+
 def _overrides(
     *, inputs: list[str] | None, sets: list[str] | None, values: dict[str, object]
 ) -> dict[str, object]:
     """Dotted keys, a flag over `--set` over the file. Another input is read in its own way."""
     from spot_batch.job import parse_override
 
-    overrides: dict[str, object] = {}
+    flags = {key: value for key, value in values.items() if value is not None}
+    # A model first: it takes the place of the file's, and `--set` may say more of it.
+    overrides: dict[str, object] = {
+        key: flags[key] for key in ("model.target", "model.drafter") if key in flags
+    }
     if inputs:
         overrides |= {
             "input.source": inputs,
@@ -308,5 +336,4 @@ def _overrides(
             "input.revision": None,
         }
     overrides |= dict(parse_override(each) for each in sets or ())
-    overrides |= {key: value for key, value in values.items() if value is not None}
-    return overrides
+    return overrides | flags

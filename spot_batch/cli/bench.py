@@ -6,16 +6,14 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import app, speaking_plainly
+from spot_batch.cli.app import app, numbers, speaking_plainly
 
 if TYPE_CHECKING:
     from spot_batch.bench.exact import ExactRow
-
-Number = TypeVar("Number", int, float)
 
 bench = typer.Typer(help="Measurements that anyone can run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -48,7 +46,7 @@ def exact(
     from spot_batch.bench.exact import Drafting, compare_exact
     from spot_batch.bench.prompts import read_questions
     from spot_batch.drafters.registry import choose_drafter, load_drafter
-    from spot_batch.targets.qwen3 import load_target
+    from spot_batch.targets.block import load_target
     from spot_batch.targets.registry import resolve_model
 
     floors = numbers(budgets, int, "budgets")
@@ -105,11 +103,3 @@ def exact(
         num_compared = sum(row.num_compared for row in canonical)
         typer.echo(f"canonical: {num_compared} sequences compared, {num_differ} differ")
     return 1 if num_differ else 0
-
-
-def numbers(text: str, kind: type[Number], name: str) -> list[Number]:
-    """A comma-separated option. Raises ValueError naming it."""
-    try:
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ValueError(f"--{name} wants {kind.__name__}s by comma, got {text!r}") from None

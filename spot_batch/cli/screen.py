@@ -101,12 +101,12 @@ class JobScreen:
         if self._screen.console.is_terminal:
             self._live = Live(console=self._screen.console, refresh_per_second=4, transient=True)
             self._live.__enter__()
-        self._handler = _LogLines(self._screen)
-        logging.getLogger("spot_batch").addHandler(self._handler)
+        logger = logging.getLogger("spot_batch")
+        self._handlers, logger.handlers = logger.handlers, [_LogLines(self._screen)]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        logging.getLogger("spot_batch").removeHandler(self._handler)
+        logging.getLogger("spot_batch").handlers = self._handlers
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -173,6 +173,10 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
         how = f"temperature {generation.temperature:g}"
         how += f", top_p {generation.top_p:g}" if generation.top_p != 1.0 else ""
         how += f", top_k {generation.top_k}" if generation.top_k else ""
+    taken = [
+        name for name in plan.from_checkpoint if generation.temperature or name == "temperature"
+    ]
+    how += f" ({', '.join(taken)} of the checkpoint)" if taken else ""
     budget = spec.speculation.budget
     screen.facts(
         [

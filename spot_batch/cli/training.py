@@ -1,12 +1,11 @@
-"""`trajectories`, `train` and `drafters`: how a drafter comes to be."""
+"""`trajectories` and `train`: how a target and a drafter come to be."""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,13 +23,15 @@ from spot_batch.cli.app import (
     Temperature,
     app,
     compose,
+    numbers,
     speaking_plainly,
 )
 
+if TYPE_CHECKING:
+    from spot_batch.training.samples import ExtraSource
+
 train = typer.Typer(help="Train targets and drafters.", no_args_is_help=True)
-drafters = typer.Typer(help="Drafters: which there are, what a file is.", no_args_is_help=True)
 app.add_typer(train, name="train")
-app.add_typer(drafters, name="drafters")
 
 STATE_BYTES = 6  # of an entry of a stale distribution: a float16 and an int32
 
@@ -96,11 +97,15 @@ def corpus(
     count: Annotated[int, typer.Option(help="How many distinct questions.")] = 1000,
     split: Annotated[Literal["train", "held-out"], typer.Option(help="Which side.")] = "train",
     seed: Annotated[int, typer.Option(help="Of the corpus.")] = 0,
+    temperatures: Annotated[
+        str | None, typer.Option(help="By comma: a column of them in turn, for `trajectories`.")
+    ] = None,
 ) -> None:
     """Write questions of the bundled target's synthetic corpus, with their answers."""
     from spot_batch.training.corpus import write_prompts
 
-    write_prompts(output, count=count, seed=seed, split=split)
+    mixed = numbers(temperatures, float, "temperatures") if temperatures else []
+    write_prompts(output, count=count, seed=seed, split=split, temperatures=mixed)
     typer.echo(f"{count:,} questions written to {output}")
 
 
@@ -111,21 +116,34 @@ def target(
     export: Annotated[
         Path | None, typer.Option(help="Write the model folder here at the end.")
     ] = None,
+    recipe: Annotated[
+        Literal["bundled", "small"], typer.Option(help="How large a target, how long a run.")
+    ] = "bundled",
+    block_length: Annotated[int, typer.Option(help="Positions of a block.")] = 32,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE=SHARE of the samples: GSM8K's or MBPP's train rows; repeatable."),
+    ] = None,
     stop_at: Annotated[int | None, typer.Option(help="End at this step, to be resumed.")] = None,
     num_evaluated: Annotated[int, typer.Option(help="Held-out prompts at the end.")] = 240,
+    gsm8k: Annotated[
+        Path | None, typer.Option(help="Score the model on this GSM8K file, too.")
+    ] = None,
+    gsm8k_limit: Annotated[int, typer.Option(help="Only its first questions.")] = 100,
 ) -> None:
-    """Train the bundled target from nothing: about an hour on two cores.
+    """Train a target from nothing, by default the bundled one; an interrupted run goes on.
 
     With glibc a step is several times faster when freed memory is kept: set MALLOC_MMAP_MAX_=0,
     MALLOC_TRIM_THRESHOLD_=100000000000 and MALLOC_TOP_PAD_=268435456 for the process.
     """
     from spot_batch.training.corpus import held_out_problems
     from spot_batch.training.curve import plot_losses
-    from spot_batch.training.export import evaluate_checkpoint, export_target
-    from spot_batch.training.target import default_settings, newest_checkpoint, train_target
+    from spot_batch.training.export import evaluate_checkpoint, export_target, gsm8k_note
+    from spot_batch.training.target import RECIPES, newest_checkpoint, train_target
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    settings = default_settings()
+    extras = tuple(extra_source(text) for text in extra or ())
+    settings = RECIPES[recipe](block_length, extras)
     train_target(settings, run, stop_at=stop_at)
     plot_losses(run, run / "losses.png")
     if export is None:
@@ -133,9 +151,33 @@ def target(
     checkpoint = newest_checkpoint(run)
     problems = list(held_out_problems(num_evaluated, seed=settings.seed))
     figures = evaluate_checkpoint(checkpoint, problems, settings=settings)
-    command = "spot-batch train target RUN --export FOLDER"
+    command = f"spot-batch train target RUN --recipe {recipe} --block-length {block_length} "
+    command += "".join(f"--extra {Path(source.path).name}={source.share:g} " for source in extras)
+    command += "--export FOLDER"
     export_target(checkpoint, export, settings=settings, command=command, figures=figures)
     typer.echo(f"{export} written: {figures}")
+    if gsm8k is not None:
+        from spot_batch.training.gsm8k import gsm8k_figures
+
+        scores = gsm8k_figures(export, gsm8k, limit=gsm8k_limit)
+        gsm8k_note(export, scores)
+        typer.echo(f"{gsm8k}: {scores}")
+
+
+def extra_source(text: str) -> ExtraSource:
+    """FILE=SHARE. Raises ValueError naming what is wrong with it."""
+    from spot_batch.training.samples import ExtraSource
+
+    path, _, share = text.rpartition("=")
+    try:
+        source = ExtraSource(path=Path(path), share=float(share))
+    except ValueError:
+        raise ValueError(f"--extra wants FILE=SHARE, got {text!r}") from None
+    if not 0.0 < source.share < 1.0:
+        raise ValueError(f"--extra {text}: a share lies between 0 and 1")
+    if not source.path.is_file():
+        raise ValueError(f"--extra {text}: there is no file {source.path}")
+    return source
 
 
 @train.command("drafter")
@@ -149,26 +191,37 @@ def drafter(
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 3000,
     batch: Annotated[int, typer.Option(help="Queries a step.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="At the peak.")] = 1e-3,
-    held_out: Annotated[float, typer.Option(help="Share of the samples kept for figures.")] = 0.1,
+    held_out: Annotated[float, typer.Option(help="Share of the prompts kept for figures.")] = 0.1,
     seed: Seed = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all.")] = None,
+    precision: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Of the products; auto is bfloat16 where the device has it."),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Train an order drafter (SPOT) on recorded trajectories and say how good it is."""
+    """Train an order drafter (SPOT) on recorded trajectories, calibrate it, say how good it is.
+
+    Half of the prompts that are held out calibrate it; the figures are of the other half.
+    """
     import torch
 
-    from spot_batch.drafters.order import OrderConfig, save_order
+    from spot_batch.drafters.order import OrderConfig, bare_path, save_order
     from spot_batch.training.drafter import (
         DrafterSettings,
+        best_precision,
         drafter_card,
-        figures_table,
         train_drafter,
     )
+    from spot_batch.training.figures import tables
     from spot_batch.training.trajectories import load_trajectories
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if threads is not None:
         torch.set_num_threads(threads)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     states = load_trajectories(jobs)
     settings = DrafterSettings(
         config=OrderConfig(
@@ -182,29 +235,14 @@ def drafter(
         learning_rate=learning_rate,
         held_out=held_out,
         seed=seed or 0,
+        precision=best_precision(device) if precision == "auto" else precision,
     )
-    model, figures = train_drafter(states, settings)
-    card = drafter_card(output.stem, states, settings, figures)
-    save_order(model, output, card)
+    path = bare_path(output)
+    trained = train_drafter(states, settings, device=device)
+    card = drafter_card(path.name, states, settings, trained)
+    save_order(trained.model.cpu(), path, card, calibration=trained.calibration)
     if as_json:
-        print(json.dumps({"path": str(output), "figures": [asdict(one) for one in figures]}))
+        print(json.dumps({"path": str(path), "figures": trained.held_out.tree()}))
     else:
-        print(figures_table(figures))
-        print(f"{output}.safetensors and {output}.json written")
-
-
-@drafters.command("list")
-@speaking_plainly
-def list_drafters(as_json: Json = False) -> None:
-    """The packaged drafters."""
-    from spot_batch.drafters.registry import packaged_drafters
-
-    cards = packaged_drafters()
-    if as_json:
-        print(json.dumps(cards))
-        return
-    for card in cards:
-        print(
-            f"{card['name']:<20} {card['kind']}, block length {card['config']['block_length']}, "
-            f"for {card.get('target', 'any target')}"
-        )
+        print(tables(trained.held_out))
+        print(f"\n{path}.safetensors and {path}.json written")

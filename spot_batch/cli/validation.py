@@ -37,6 +37,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
             "columns": {field.name: str(field.type) for field in schema},
             "measured_rows": len(rows),
             "faults": dict(faults),
+            "warnings": list(plan.info.warnings),
             "prompt_tokens": lengths,
             "spec": plan.spec.model_dump(mode="json"),
         }

@@ -29,10 +29,9 @@ from spot_batch.drafters.stale import (
     top_log_probs,
 )
 from spot_batch.records import Completion, Request, SampleStats
-from spot_batch.targets.slots import Hidden, Kept, PrefixCache, SlotBatch, Target
+from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
 AUTO_BUDGET = 4
-_MAX_WAVES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +188,7 @@ class _Plan:
     ids: list[list[int]] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     row: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)
+    sees: list[tuple[int, ...]] = field(default_factory=list)
     store: list[bool] = field(default_factory=list)
     keep: list[bool] = field(default_factory=list)
     states: list[dict[Key, int]] = field(default_factory=list)
@@ -202,19 +201,20 @@ class _Plan:
         *,
         start: int,
         row: int,
-        parent: int = -1,
+        behind: tuple[int, ...] = (),
         store: bool = False,
         keep: bool = False,
     ) -> int:
-        """Append a slot; returns its index."""
+        """Append a slot that sees itself and the slots it stands behind; returns its index."""
+        index = len(self.ids)
         self.ids.append(ids)
         self.start.append(start)
         self.row.append(row)
-        self.parent.append(parent)
+        self.sees.append((*behind, index))
         self.store.append(store)
         self.keep.append(keep)
         self.num_kept += keep
-        return len(self.ids) - 1
+        return index
 
     def add_sample(self, sample: _Sample, drafted: Sequence[Key]) -> None:
         """Append a sample's unstored clean blocks, its current state and its drafted states."""
@@ -241,18 +241,20 @@ class _Plan:
                 [self.mask_id] * self.width,
                 start=sample.start + self.width,
                 row=sample.row,
-                parent=clean,
+                behind=(clean,),
             )
             crossings[key] = _Crossing(kept, following)
         self.states.append(states)
         self.crossings.append(crossings)
 
     def batch(self, device: torch.device) -> SlotBatch:
+        most = max(map(len, self.sees))
+        sees = [[*seen, *[-1] * (most - len(seen))] for seen in self.sees]
         return SlotBatch(
             torch.tensor(self.ids, device=device),
             torch.tensor(self.start, device=device),
             torch.tensor(self.row, device=device),
-            torch.tensor(self.parent, device=device),
+            torch.tensor(sees, device=device),
             torch.tensor(self.store, device=device),
             torch.tensor(self.keep, device=device),
         )
@@ -363,7 +365,7 @@ class Engine:
                 (sample, tree, key)
                 for sample, tree in zip(self._samples, trees, strict=True)
                 if tree is not None
-                for key in tree.frontier(max_waves=_MAX_WAVES)
+                for key in tree.frontier()
             ]
             if not asked:
                 return trees
@@ -417,22 +419,13 @@ class Engine:
 
     def _forward(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
         """Hidden rows of all slots, and where the KV of each kept slot is."""
-        if len(slots) <= self._settings.max_slots:
-            hidden = self._target.forward(slots, self._cache)
-            return hidden.rows, [(hidden.kept, index) for index in range(int(slots.keep.sum()))]
-        parts: list[Hidden] = []
+        rows: list[Tensor] = []
         kept: list[tuple[Kept, int]] = []
-        first = 0
-        while first < len(slots):
-            last = min(first + self._settings.max_slots, len(slots))
-            if last < len(slots) and int(slots.parent[last]) >= 0:
-                last -= 1  # a crossing piece stays together
-            part = slots.take(torch.arange(first, last, device=slots.ids.device))
+        for part in slots.parts(self._settings.max_slots):
             hidden = self._target.forward(part, self._cache)
-            parts.append(hidden)
+            rows.append(hidden.rows)
             kept += [(hidden.kept, index) for index in range(int(part.keep.sum()))]
-            first = last
-        return torch.cat([hidden.rows for hidden in parts]), kept
+        return rows[0] if len(rows) == 1 else torch.cat(rows), kept
 
     def _walk(
         self, plan: _Plan, hidden: Tensor, kept: Sequence[tuple[Kept, int]]

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spot_batch.noise import GUMBEL_MAX, NO_STEP, gumbel, gumbel_rows
+from spot_batch.noise import GUMBEL_MAX, NO_STEP, at_once, gumbel, gumbel_rows
 from spot_batch.records import Confidence, NoiseKey, SamplingParams, Unmasking
 
 _DENSE_VOCAB = 2048
 """Up to this vocabulary whole rows of noise cost less than finding out which entries need any."""
+
+_FEW = 8
+"""As they do where more than one entry in so many needs some."""
+
+_TILE = 1 << 15
+"""Noise of whole rows is made for so many tokens, added, and forgotten."""
 
 _INT_ONE = 1 << 40
 """Probabilities as integers of 2^-40: their running sums are exact in any order, on any device."""
@@ -174,23 +180,55 @@ def perturbed_argmax(scores: Tensor, *, key: Tensor, position: Tensor, step: Ten
     """argmax of (n, V) scores + noise at (n,) addresses: an exact draw of softmax(scores).
 
     Noise lies within known bounds, so a token whose score is so far below the best one's perturbed
-    score that no noise could lift it is never asked for its own.
+    score that no noise could lift it need not be asked for its own. Of a flat row that is no token,
+    and all of its noise is made; but never held (architecture.md section 5).
     """
     vocab_size = scores.shape[1]
     if vocab_size <= _DENSE_VOCAB:
-        noise = gumbel_rows(key, position=position, step=step, vocab_size=vocab_size)
-        return (scores + noise).argmax(dim=1)
-    best = scores.argmax(dim=1)
-    reach = scores.gather(1, best[:, None]).squeeze(1)
-    reach = reach + gumbel(key, position=position, step=step, token=best)
+        return _argmax_by_tiles(scores, key, position, step)
+    winner = scores.argmax(dim=1)
+    reach = scores.gather(1, winner[:, None]).squeeze(1)
+    reach = reach + gumbel(key, position=position, step=step, token=winner)
     bound = reach - GUMBEL_MAX
     bound = bound - bound.abs() * 1e-6  # the sums are rounded; the bound must not be
-    row, token = torch.nonzero(scores > bound[:, None], as_tuple=True)
-    perturbed = torch.full_like(scores, -math.inf)
-    perturbed[row, token] = scores[row, token] + gumbel(
-        key[row], position=position[row], step=step[row], token=token
+    within = scores > bound[:, None]
+    many = within.sum(dim=1) > vocab_size // _FEW
+    row, token = torch.nonzero(within & ~many[:, None], as_tuple=True)
+    parts = zip(row.split(at_once(row.device)), token.split(at_once(row.device)), strict=True)
+    value = torch.cat(
+        [
+            scores[at, of] + gumbel(key[at], position=position[at], step=step[at], token=of)
+            for at, of in parts
+        ]
     )
-    return perturbed.argmax(dim=1)
+    most = torch.full_like(reach, -math.inf).scatter_reduce(0, row, value, "amax")
+    nowhere = torch.full_like(winner, vocab_size)
+    lowest = nowhere.scatter_reduce(0, row, token.where(value == most[row], vocab_size), "amin")
+    winner = lowest.where(lowest < vocab_size, winner)
+    rest = torch.nonzero(many).squeeze(1)
+    if len(rest):
+        winner[rest] = _argmax_by_tiles(scores[rest], key[rest], position[rest], step[rest])
+    return winner
+
+
+def _argmax_by_tiles(scores: Tensor, key: Tensor, position: Tensor, step: Tensor) -> Tensor:
+    """argmax of (n, V) scores + noise, of which there is one tile at a time."""
+    num_rows, vocab_size = scores.shape
+    num_tokens = min(_TILE, vocab_size)
+    num_at_once = max(1, 4 * at_once(scores.device) // num_tokens)
+    winner = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
+    for top in range(0, num_rows, num_at_once):
+        rows = slice(top, top + num_at_once)
+        most = torch.full_like(scores[rows, 0], -math.inf)
+        for first in range(0, vocab_size, num_tokens):
+            last = min(first + num_tokens, vocab_size)
+            noise = gumbel_rows(
+                key[rows], position=position[rows], step=step[rows], first=first, vocab_size=last
+            )
+            value, token = noise.add_(scores[rows, first:last]).max(dim=1)
+            winner[rows] = torch.where(value > most, token + first, winner[rows])
+            most = torch.maximum(most, value)
+    return winner
 
 
 def _filter(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

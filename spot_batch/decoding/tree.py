@@ -50,17 +50,15 @@ class DraftTree:
     crossing: bool
     nodes: dict[Key, Node] = field(init=False)
     selected: dict[Key, float] = field(init=False)
-    num_waves: int = 0
 
     def __post_init__(self) -> None:
         self.nodes = {ROOT: Node(ROOT, complete=False)}
         self.selected = {ROOT: 1.0}
 
-    def frontier(self, *, max_waves: int) -> list[Key]:
+    def frontier(self) -> list[Key]:
         """States whose expansion could still change the tree; empty when it is grown."""
-        if self.budget <= 0 or self.num_waves >= max_waves:
+        if self.budget <= 0:
             return []
-        self.num_waves += 1
         chosen = list(self.selected)
         if sum(self.cost(key) for key in self.drafted()) >= self.budget:
             chosen.pop()  # no room is left behind the last one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import torch
 
 from spot_batch.drafters.base import Drafter
-from spot_batch.drafters.order import load_order, read_card
+from spot_batch.drafters.order import (
+    bare_path,
+    card_file,
+    load_order,
+    read_card,
+    stored_shapes,
+    weights_file,
+)
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.targets.registry import ModelInfo
 
@@ -26,7 +34,7 @@ class DrafterChoice:
 
     @property
     def name(self) -> str:
-        return self.path.stem if self.path is not None else self.kind
+        return self.path.name if self.path is not None else self.kind
 
 
 def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
@@ -38,17 +46,16 @@ def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
     if wanted in ("none", "ranking"):
         return DrafterChoice(wanted, None, "as asked for")
     if wanted != "auto":
-        path = Path(wanted).expanduser()
-        path = path.with_suffix("") if path.suffix in (".safetensors", ".json") else path
+        path = bare_path(Path(wanted).expanduser())
         load_order(path, block_length=info.block_length, device=torch.device("cpu"))
         return DrafterChoice("order", path, "as asked for")
     fitting = []
-    for file in sorted(_ASSETS.glob("*.json")):
-        card = read_card(file)
-        if card["config"]["block_length"] == info.block_length:
+    for path in _packaged():
+        card = read_card(path)
+        if card["config"].get("block_length") == info.block_length:
             if card.get("target_weights") == info.weight_hash:
-                return DrafterChoice("order", file.with_suffix(""), "trained for this target")
-            fitting.append(file.with_suffix(""))
+                return DrafterChoice("order", path, "trained for this target")
+            fitting.append(path)
     if fitting:
         why = f"trained on another target of block length {info.block_length}; speed may be less"
         return DrafterChoice("order", fitting[0], why)
@@ -56,9 +63,36 @@ def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
     return DrafterChoice("ranking", None, why)
 
 
-def packaged_drafters() -> list[dict[str, Any]]:
-    """The cards of the drafters that come with the package, by name."""
-    return [read_card(file) for file in sorted(_ASSETS.glob("*.json"))]
+def find_drafter(wanted: str) -> Path:
+    """The path, without suffix, of an order drafter by path or by its packaged name."""
+    path = bare_path(Path(wanted).expanduser())
+    packaged = {each.name: each for each in _packaged()}
+    if wanted in packaged and not card_file(path).exists():
+        return packaged[wanted]
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedDrafter:
+    """A drafter that comes with the package, without its tensors."""
+
+    path: Path
+    card: dict[str, Any]
+    num_parameters: int
+
+
+def packaged_drafters() -> list[PackagedDrafter]:
+    """The drafters that come with the package, by name."""
+    return [
+        PackagedDrafter(
+            path, read_card(path), sum(map(math.prod, stored_shapes(weights_file(path)).values()))
+        )
+        for path in _packaged()
+    ]
+
+
+def _packaged() -> list[Path]:
+    return [bare_path(file) for file in sorted(_ASSETS.glob("*.json"))]
 
 
 def load_drafter(

@@ -19,6 +19,12 @@ from spot_batch.records import NoiseKey
 TOP_K = 32
 """Entries kept of each stale distribution."""
 
+_ROUNDING = 1e-3
+"""Of a sum of probabilities that were stored in 16 bits."""
+
+_TAIL_ENTRIES = 512
+"""So many entries as probable as the last one kept weigh no less than those that were not kept."""
+
 COMMITTED, SINCE, MASKED = 0, 1, 2
 """State of a position in a query: committed before the stale state, since then, not yet."""
 
@@ -103,11 +109,22 @@ def candidates(stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Cand
         best[hot] = _perturbed(tempered[hot], ids[hot], queries, hot, noise_key)
     own = tempered.gather(2, best[:, :, :1])
     rest = tempered.scatter(2, best[:, :, :1], -math.inf).logsumexp(dim=2)
-    # The mass outside the top-32, as one more alternative.
-    tail = torch.log((1.0 - log_prob.exp().sum(dim=2)).clamp_min(1e-12)) / scale[:, :, 0]
+    tail = tail_mass(log_prob).clamp_min(1e-30).log() / scale[:, :, 0]  # one more alternative
     log_odds = own.squeeze(2) - torch.logaddexp(rest, tail)
     token, second = ids.gather(2, best).unbind(dim=2)
     return Candidates(token, second, log_odds.nan_to_num(nan=0.0, neginf=-30.0), log_prob)
+
+
+def tail_mass(log_prob: Tensor) -> Tensor:
+    """(..., K) descending log-probabilities -> (...,) the mass outside of them.
+
+    1 less their sum, where that is more than rounding; else what the last one lets expect: most
+    commits are made at odds of e^10 and more, and it is these odds that are compared.
+    """
+    probability = log_prob.exp()
+    rest = (1.0 - probability.sum(dim=-1)).clamp_min(0.0)
+    expected = torch.minimum(rest, probability[..., -1] * _TAIL_ENTRIES)
+    return torch.where(rest > _ROUNDING, rest, expected)
 
 
 def _perturbed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -16,10 +16,13 @@ from spot_batch.records import PinnedInput, RunFacts
 from spot_batch.store import JobDirectory, SpecConflict
 from spot_batch.targets.registry import BUNDLED, ModelInfo, load_tokenizer
 
+_SAMPLING = ("temperature", "top_p", "top_k")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """All that is known of a job without loading a weight. `spec` is resolved."""
+    """All that is known of a job without loading a weight. `spec` is resolved; `from_checkpoint`
+    are the sampling fields that it left to the checkpoint's generation_config."""
 
     spec: JobSpec
     info: ModelInfo
@@ -28,6 +31,7 @@ class JobPlan:
     pinned: PinnedInput
     fingerprint: str
     fields: dict[str, object]
+    from_checkpoint: tuple[str, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -51,12 +55,14 @@ def plan_job(spec: JobSpec, out: Path) -> JobPlan:
     Writes nothing but a hub dataset's rows, into the job directory.
     """
     info = model_info(spec)
-    spec = _with_full_paths(
+    given = spec.generation
+    left_open = tuple(name for name in _SAMPLING if getattr(given, name) is None)
+    spec = _pinned_down(
         with_model_defaults(spec, temperature=info.temperature, top_p=info.top_p, top_k=info.top_k),
         info,
     )
     pinned = pin_input(spec, hub_dir=JobDirectory(out).hub_input)
-    return _planned(spec, info, pinned)
+    return replace(_planned(spec, info, pinned), from_checkpoint=left_open)
 
 
 def plan_of(job: JobDirectory) -> JobPlan:
@@ -83,12 +89,15 @@ def _planned(spec: JobSpec, info: ModelInfo, pinned: PinnedInput) -> JobPlan:
     )
 
 
-def _with_full_paths(spec: JobSpec, info: ModelInfo) -> JobSpec:
-    """Local folders by full path: actors need not start where the command was given."""
+def _pinned_down(spec: JobSpec, info: ModelInfo) -> JobSpec:
+    """Local folders by full path, hub ids by their commit: actors need not start where or when the
+    command was given."""
     tree = spec.model_dump()
     target, drafter = tree["model"]["target"], tree["model"]["drafter"]
     if target["path"] != BUNDLED and Path(target["path"]).expanduser().is_dir():
         target["path"] = str(info.path.absolute())
+    elif info.commit is not None:
+        target["revision"] = info.commit
     if drafter["path"] is not None:
         drafter["path"] = str(Path(drafter["path"]).expanduser().absolute())
     return check_spec(tree)

@@ -1,8 +1,8 @@
 """Attention over slots, registered with transformers' attention interface.
 
-The slot stands on the batch axis, its keys are [stored prefix, parent, own, padding] at their
-absolute positions, and the padded length is a function of the slot's own start. So a slot's bits do
-not depend on what else is in the forward (architecture.md section 5).
+The slot stands on the batch axis, its keys are [stored prefix, slots that it sees, padding] in the
+order of their positions, and the padded length is a function of how many these are. So a slot's
+bits do not depend on what else is in the forward (architecture.md section 5).
 """
 
 from __future__ import annotations
@@ -73,15 +73,19 @@ class KVCache:
 
 @dataclass(slots=True)
 class _Group:
-    """Slots whose padded key length is the same; one attention call each."""
+    """Slots whose padded key length is the same; one attention call each.
+
+    index (G,) the slots; row (G,) their rows of the cache; mask (G, 1, 1, length) bool, padding.
+    One entry a slot and slot that it sees: member (M, 1) place in the group, seen (M,) the slot
+    that is seen, key_at (M, W) where its keys go.
+    """
 
     index: Tensor
     length: int
     row: Tensor
+    member: Tensor
+    seen: Tensor
     key_at: Tensor
-    parent_member: Tensor
-    parent: Tensor
-    parent_at: Tensor
     mask: Tensor
 
 
@@ -105,22 +109,25 @@ class SlotAttention:
         """Plan the attention of a forward over `slots`."""
         device, width = slots.ids.device, slots.ids.shape[1]
         offsets = torch.arange(width, device=device)
-        lengths = padded_lengths(slots.start + width)
+        prefix = slots.start[slots.sees[:, 0]]
+        num_keys = prefix + (slots.sees >= 0).sum(1) * width
+        lengths = padded_lengths(num_keys)
         groups = []
         for length in sorted(set(lengths.tolist())):
+            assert length <= cache.num_positions, f"{length} keys, {cache.num_positions} in a row"
             index = torch.nonzero(lengths == length).squeeze(1)
-            start, parent = slots.start[index], slots.parent[index]
-            member = torch.nonzero(parent >= 0).squeeze(1)
-            masked = torch.arange(length, device=device) >= (start + width)[:, None]
+            sees = slots.sees[index]
+            member, place = torch.nonzero(sees >= 0, as_tuple=True)
+            begin = prefix[index][member] + place * width
+            masked = torch.arange(length, device=device) >= num_keys[index][:, None]
             groups.append(
                 _Group(
                     index=index,
                     length=length,
                     row=slots.row[index],
-                    key_at=start[:, None] + offsets,
-                    parent_member=member,
-                    parent=parent[member],
-                    parent_at=(start[member] - width)[:, None] + offsets,
+                    member=member[:, None],
+                    seen=sees[member, place],
+                    key_at=begin[:, None] + offsets,
                     mask=masked[:, None, None, :],
                 )
             )
@@ -165,14 +172,10 @@ class SlotAttention:
         return out.view(num_slots, num_heads, width, dim).transpose(1, 2)
 
     def _gather(self, cache: Tensor, own: Tensor, group: _Group) -> Tensor:
-        """Keys (or values) of a group at their absolute positions: (G, kv heads, length, dim)."""
+        """Keys (or values) of a group in the order of positions: (G, kv heads, length, dim)."""
         rows = cache[:, :, : group.length].index_select(0, group.row)
-        if len(group.parent_member):
-            rows[group.parent_member[:, None], :, group.parent_at] = own[group.parent].transpose(
-                1, 2
-            )
-        member = torch.arange(len(group.index), device=rows.device)[:, None]
-        rows[member, :, group.key_at] = own[group.index].transpose(1, 2)
+        # As where they are stored: the heads move behind the indices.
+        rows[group.member, :, group.key_at] = own[group.seen].transpose(1, 2)
         return rows
 
     def kept_kv(self) -> KeptKV:

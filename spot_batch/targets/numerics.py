@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 import transformers
+from torch.nn import functional
 
-from spot_batch.targets.qwen3 import BlockTarget
+from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.slots import SlotBatch
 
 _PROBE_SLOTS = 7
@@ -30,6 +31,7 @@ class Numerics:
 
     numerics: str
     tiles: tuple[int, ...]
+    expert_tiles: tuple[int, ...]
     dtype: str
     threads: int
     device: str
@@ -63,6 +65,7 @@ def measure_numerics(target: BlockTarget) -> Numerics:
     return Numerics(
         numerics="fast" if target.tiles.sizes is None else "canonical",
         tiles=target.tiles.sizes or (),
+        expert_tiles=target.expert_tiles.sizes or (),
         dtype=str(target.dtype).removeprefix("torch."),
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         device=f"{device.type} {name}",
@@ -82,11 +85,13 @@ def _probe(target: BlockTarget) -> str:
     ids = torch.randint(0, target.vocab_size, (_PROBE_SLOTS, width), generator=generator)
     ids[-1] = target.mask_id
     index = torch.arange(_PROBE_SLOTS)
+    sees = functional.pad(index[:, None], (0, 1), value=-1)
+    sees[-1] = index[-2:]
     slots = SlotBatch(
         ids.to(device),
         (index * width).to(device),
         torch.zeros_like(index).to(device),
-        torch.where(index == _PROBE_SLOTS - 1, index - 1, -1).to(device),
+        sees.to(device),
         (index < _PROBE_SLOTS - 2).to(device),
         (index == _PROBE_SLOTS - 2).to(device),
     )

@@ -1,203 +1,130 @@
-"""SDAR on transformers' Qwen3 modules: another mask, another cache rule, the same body."""
+"""SDAR on transformers' Qwen3 and Qwen3-MoE: another mask, another cache rule, the same bodies."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
-from torch.nn import functional
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3Model, Qwen3MoeConfig, Qwen3MoeModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-from spot_batch.targets.attention import ATTENTION_NAME, KVCache, SlotAttention
-from spot_batch.targets.registry import ModelError, ModelInfo, read_json
-from spot_batch.targets.rows import RowTiles, proven_tiles, tile_linears
-from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
-
-# Pointwise kernels cut their elements evenly among threads and treat what does not fill a vector
-# register with other instructions. Halves of slots of the published sizes always fill them; thirds
-# need not, nor do slots whose widest rows are no multiple of 32 elements.
-_MOST_THREADS = 2
+from spot_batch.targets.attention import ATTENTION_NAME, SlotAttention
+from spot_batch.targets.body import Body, Network, with_rope, without_memory
+from spot_batch.targets.errors import ModelError
+from spot_batch.targets.experts import best
+from spot_batch.targets.shapes import Sizes
 
 
-class BlockTarget:
-    """A Qwen3 body that decodes blocks; one on a device, for many samples.
+class Router(nn.Module):
+    """Softmax over all experts in float32, the best of them, their weights in the rows' dtype.
 
-    `canonical` runs the linears in proven tiles, so that a slot's bits depend on its own sample
-    only; without it any shape goes and outputs are not reproducible.
+    Called as transformers' own is: whose choice between equal experts it does not take over.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, info: ModelInfo, *, canonical: bool = True) -> None:
-        self._model = model.eval()
-        self._block_length = info.block_length
-        self._mask_id = info.mask_id
-        parameter = model.model.embed_tokens.weight
-        self._device: torch.device = parameter.device
-        self._dtype: torch.dtype = parameter.dtype
-        self._vocab_size = len(model.lm_head.weight)
-        self._head_weight = model.lm_head.weight.detach().float()
-        forbidden = torch.zeros(self._vocab_size, device=self._device)
-        forbidden[list(info.forbidden_ids)] = -math.inf
-        self._forbidden = forbidden
-        self.tiles = RowTiles(info.block_length, None)
-        linears = tile_linears(model.model, self.tiles)
-        if canonical:
-            self.tiles.sizes = proven_tiles(linears, info.block_length)
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.top_k: int = config.num_experts_per_tok
+        self.sums_to_one: bool = config.norm_topk_prob
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
 
-    @property
-    def block_length(self) -> int:
-        return self._block_length
-
-    @property
-    def mask_id(self) -> int:
-        return self._mask_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the body; the head is float32."""
-        return self._dtype
-
-    def allocate(self, num_rows: int, num_positions: int) -> KVCache:
-        """A cache for so many samples in flight."""
-        config = self._model.config
-        return KVCache(
-            num_layers=config.num_hidden_layers,
-            num_rows=num_rows,
-            num_positions=num_positions,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self._dtype,
-            device=self._device,
-        )
-
-    @torch.inference_mode()
-    def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
-        """One forward over the slots; see `SlotBatch` for what each of them sees."""
-        assert isinstance(cache, KVCache), type(cache)
-        num_slots, width = slots.ids.shape
-        padding = self.tiles.padded(num_slots) - num_slots
-        ids = functional.pad(slots.ids, (0, 0, 0, padding), value=self._mask_id)
-        start = functional.pad(slots.start, (0, padding))
-        run = SlotBatch(
-            ids,
-            start,
-            functional.pad(slots.row, (0, padding)),
-            functional.pad(slots.parent, (0, padding), value=-1),
-            functional.pad(slots.store, (0, padding)),
-            functional.pad(slots.keep, (0, padding)),
-        )
-        attention = SlotAttention.of(run, cache)
-        position = start[:, None] + torch.arange(width, device=ids.device)
-        out = self._model.model(
-            input_ids=ids.view(1, -1),
-            position_ids=position.view(1, -1),
-            attention_mask={"full_attention": None},
-            use_cache=False,
-            slot_attention=attention,
-        )
-        rows = out.last_hidden_state.view(num_slots + padding, width, -1)[:num_slots]
-        return Hidden(rows, attention.kept_kv())
-
-    @torch.inference_mode()
-    def head(self, rows: Tensor) -> Tensor:
-        """(n, W, d) hidden rows -> (n, W, V) float32 logits; W rows a call, whatever n."""
-        num_states, width, _ = rows.shape
-        logits = torch.empty(num_states, width, self._vocab_size, device=rows.device)
-        for index, state in enumerate(rows.float()):
-            torch.addmm(self._forbidden, state, self._head_weight.t(), out=logits[index])
-        return logits
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, d) -> (N, E) logits, (N, k) weights, (N, k) experts."""
+        logits = self.proj(rows)
+        shares = logits.softmax(dim=-1, dtype=torch.float32)
+        chosen = best(shares, self.top_k)
+        weights = shares.gather(1, chosen)
+        if self.sums_to_one:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(rows.dtype), chosen
 
 
-def load_target(
-    info: ModelInfo,
-    *,
-    dtype: str = "auto",
-    device: str | torch.device = "cpu",
-    canonical: bool = True,
-) -> BlockTarget:
-    """Load a target's weights onto a device.
+def qwen3_body(config: Mapping[str, Any], sizes: Sizes, *, where: str, dtype: torch.dtype) -> Body:
+    """SDAR's network; ModelError names the field of config.json that is of no use."""
+    read = qwen3_config(config, sizes, where=where)
+    with without_memory(dtype):
+        model = Qwen3Model(read)
+        network = Network(model, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    return _body(network, sizes, lambda: Qwen3RotaryEmbedding(read))
 
-    Raises ModelError where they do not fit the config, and for more CPU threads than canonical
-    numerics hold for.
-    """
-    device = torch.device(device)
-    if canonical and device.type == "cpu" and torch.get_num_threads() > _MOST_THREADS:
+
+def qwen3_moe_body(
+    config: Mapping[str, Any], sizes: Sizes, *, where: str, dtype: torch.dtype
+) -> Body:
+    """SDAR-MoE's network; ModelError names the field of config.json that is of no use."""
+    read = qwen3_moe_config(config, sizes, where=where)
+    with without_memory(dtype):
+        model = Qwen3MoeModel(read)
+        for layer in model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.gate = Router(read)
+        network = Network(model, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    return _body(network, sizes, lambda: Qwen3MoeRotaryEmbedding(read))
+
+
+def qwen3_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> Qwen3Config:
+    """A config.json as Qwen3's, without the fields that its own code needs."""
+    return Qwen3Config(**_common(config, sizes, where))
+
+
+def qwen3_moe_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> Qwen3MoeConfig:
+    """A config.json as Qwen3-MoE's; how experts are chosen must be said."""
+    assert sizes.experts is not None, "its family has experts"
+    num_chosen, sums_to_one = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
+    if not isinstance(num_chosen, int) or not 1 <= num_chosen <= sizes.experts.num_experts:
         raise ModelError(
-            f"canonical numerics hold for at most {_MOST_THREADS} CPU threads an actor, got "
-            f"{torch.get_num_threads()}: set resources.cpu_threads lower and take more actors"
+            f"{where}: num_experts_per_tok must be 1 to num_experts {sizes.experts.num_experts}, "
+            f"got {num_chosen!r}"
         )
-    config = qwen3_config(info)
-    if canonical and device.type == "cpu" and info.block_length * config.intermediate_size % 32:
-        raise ModelError(
-            f"{info.path}: canonical numerics on CPU want block length x intermediate size to be "
-            f"a multiple of 32, got {info.block_length} x {config.intermediate_size}: "
-            "set speculation.numerics to fast"
-        )
-    try:
-        model, report = Qwen3ForCausalLM.from_pretrained(
-            info.path,
-            config=config,
-            dtype=_dtype(dtype, device),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{info.path}: the weights cannot be loaded ({error})") from error
-    wrong = sorted({*report["missing_keys"], *report["unexpected_keys"]})
-    if wrong or report["mismatched_keys"]:
-        names = [*wrong, *(str(key) for key in report["mismatched_keys"])]
-        raise ModelError(
-            f"{info.path}: {len(names)} tensors do not fit the config, the first: {names[0]}"
-        )
-    return BlockTarget(model.to(device), info, canonical=canonical)
+    if not isinstance(sums_to_one, bool):
+        raise ModelError(f"{where}: norm_topk_prob must be true or false, got {sums_to_one!r}")
+    return Qwen3MoeConfig(
+        **_common(config, sizes, where),
+        num_experts=sizes.experts.num_experts,
+        moe_intermediate_size=sizes.experts.inner_size,
+        num_experts_per_tok=num_chosen,
+        norm_topk_prob=sums_to_one,
+        mlp_only_layers=[at for at, sparse in enumerate(sizes.experts.sparse) if not sparse],
+        decoder_sparse_step=1,
+    )
 
 
-def qwen3_config(info: ModelInfo) -> Qwen3Config:
-    """The checkpoint's config as Qwen3's, without the fields that its own code needs."""
-    given: dict[str, Any] = read_json(info.path / "config.json")
-    known = {
-        name: given[name]
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_act",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "tie_word_embeddings",
-            "attention_bias",
-        )
-        if given.get(name) is not None
+def _common(config: Mapping[str, Any], sizes: Sizes, where: str) -> dict[str, Any]:
+    config = with_rope(config, where)
+    if config.get("use_sliding_window"):
+        raise ModelError(f"{where}: use_sliding_window is not supported")
+    theta = config.get("rope_theta", 10000.0)
+    return {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.inner_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": config.get("hidden_act", "silu"),
+        "max_position_embeddings": sizes.max_context,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "attention_bias": sizes.has_attention_bias,
+        "tie_word_embeddings": sizes.is_tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "attn_implementation": ATTENTION_NAME,
     }
-    if given.get("rope_scaling") is not None:
-        raise ModelError(f"{info.path}: rope_scaling {given['rope_scaling']!r} is not supported")
-    rope = given.get("rope_parameters") or {}
-    theta = given.get("rope_theta", rope.get("rope_theta", 10000.0))
-    return Qwen3Config(**known, rope_parameters={"rope_type": "default", "rope_theta": theta})
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        if name not in known:
-            raise ModelError(f"dtype must be auto or one of {', '.join(known)}, got {name!r}")
-        return known[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.float32
+def _body(network: Network, sizes: Sizes, rotary: Callable[[], nn.Module]) -> Body:
+    return Body(
+        network=network,
+        sizes=sizes,
+        run=_run,
+        rotary=rotary,
+        embedding="model.embed_tokens.weight",
+    )
+
+
+def _run(model: nn.Module, ids: Tensor, position: Tensor, attention: SlotAttention) -> Tensor:
+    out = model(input_ids=ids, position_ids=position, use_cache=False, slot_attention=attention)
+    rows: Tensor = out.last_hidden_state
+    return rows

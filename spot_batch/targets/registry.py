@@ -5,56 +5,39 @@ Nothing here loads weights, and code that a checkpoint brings along is never run
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast, Qwen2TokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from spot_batch.records import Confidence
+from spot_batch.targets.errors import ModelError
+from spot_batch.targets.families import Family, family_of
+from spot_batch.targets.files import read_json
+from spot_batch.targets.hub import BUNDLED, commit_of, locate, names_of
+from spot_batch.targets.published import Published, published
+from spot_batch.targets.shapes import Sizes, misfits, read_sizes
+from spot_batch.targets.tokenizer import TOKENIZER_FILES, ids_of_texts, load_tokenizer
+from spot_batch.targets.weights import hash_files, hash_weights, read_headers
 
-BUNDLED = "bundled"
-_ASSETS = Path(__file__).parent.parent / "assets"
-_TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+__all__ = [
+    "BUNDLED",
+    "ModelError",
+    "ModelInfo",
+    "describe_folder",
+    "describe_published",
+    "load_tokenizer",
+    "locate",
+    "read_json",
+    "resolve_model",
+]
 
+logger = logging.getLogger(__name__)
 
-class ModelError(ValueError):
-    """A target that cannot be used, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the published checkpoints of one architecture have in common.
-
-    `block_length` and `mask_id` are what to take where neither the spec, nor the config, nor the
-    repository's name says; `confidence` is the rule of the family's own reference decoder.
-    """
-
-    name: str
-    architecture: str
-    confidence: Confidence
-    block_length: int
-    mask_id: int
-
-
-FAMILIES = {
-    family.architecture: family
-    for family in (Family("sdar", "SDARForCausalLM", "sampled_tempered", 4, 151669),)
-}
+_SUFFIX = re.compile(r"-b(\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,24 +45,34 @@ class ModelInfo:
     """A target before it is loaded.
 
     `forbidden_ids` are never written: the mask, and rows of the head that have no text.
-    `weight_hash` and `tokenizer_hash` are sha256 over the files' bytes.
+    `weight_hash` and `tokenizer_hash` are sha256 over the files' bytes, "" where these were not
+    read. `commit` is the hub's; `warnings` are sentences about facts that contradict one another.
     """
 
     name: str
     path: Path
+    commit: str | None
     family: Family
+    sizes: Sizes
     block_length: int
     mask_id: int
     stop_ids: tuple[int, ...]
     forbidden_ids: tuple[int, ...]
-    vocab_size: int
-    max_context: int
     has_chat_template: bool
     temperature: float
     top_p: float
     top_k: int
     weight_hash: str
     tokenizer_hash: str
+    warnings: tuple[str, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sizes.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self.sizes.max_context
 
     def identity(self) -> dict[str, object]:
         """What of the target decides a job's output, for the fingerprint."""
@@ -100,198 +93,228 @@ def resolve_model(
     block_length: int | None = None,
     mask_id: int | None = None,
 ) -> ModelInfo:
-    """Look a target up: "bundled", a local folder or a hub id.
+    """Look a target up: "bundled", a local folder or a hub id; its weights are here afterwards.
 
-    Raises ModelError where it is not there, not of a known family, or a fact is missing.
+    Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
+    files are incomplete or not what the config says. What contradicts itself is warned about.
     """
     path = locate(target, revision=revision)
-    config = read_json(path / "config.json")
-    family = _family(target, config)
-    tokenizer = load_tokenizer(path)
-    width = _block_length(target, config, family, block_length)
-    mask = _mask_id(target, config, tokenizer, family, mask_id)
-    vocab_size = _field(path, config, "vocab_size", int)
-    if not 0 <= mask < vocab_size:
-        raise ModelError(f"{target}: mask id {mask} is outside the vocabulary of {vocab_size}")
-    generation = _generation_config(path)
-    stop_ids = _stop_ids(generation, config, tokenizer)
-    named = len(tokenizer)
+    info = describe_folder(target, path, block_length=block_length, mask_id=mask_id)
+    check_weights(info)
+    for warning in info.warnings:
+        logger.warning("%s", warning)
+    return with_weight_hash(info)
+
+
+def describe_folder(
+    target: str, path: Path, *, block_length: int | None = None, mask_id: int | None = None
+) -> ModelInfo:
+    """What the small files of a folder say; weights need not be there."""
+    folder = _Folder.read(target, path)
+    tokenizer, generation = folder.tokenizer, folder.generation
+    width, mask = folder.block_length(block_length), folder.mask_id(mask_id)
+    stop_ids = folder.stop_ids(mask)
+    forbidden = {mask, *range(folder.sizes.vocab_size)} - (set(folder.ids.values()) - {mask})
     pad = tokenizer.pad_token_id
-    forbidden = {mask, *range(named, vocab_size)}
-    if pad is not None and pad not in stop_ids:
+    if isinstance(pad, int) and pad not in stop_ids:
         forbidden.add(pad)
+    temperature = _number(generation, "temperature", folder.family.temperature)
     return ModelInfo(
         name=target,
         path=path,
-        family=family,
+        commit=commit_of(path),
+        family=folder.family,
+        sizes=folder.sizes,
         block_length=width,
         mask_id=mask,
         stop_ids=stop_ids,
         forbidden_ids=tuple(sorted(forbidden)),
-        vocab_size=vocab_size,
-        max_context=_field(path, config, "max_position_embeddings", int),
         has_chat_template=tokenizer.chat_template is not None,
-        temperature=_number(generation, "temperature", 1.0),
+        temperature=0.0 if generation.get("do_sample") is False else temperature,
         top_p=_number(generation, "top_p", 1.0),
         top_k=int(_number(generation, "top_k", 0)),
-        weight_hash=_hash_files(path, _weight_files(path)),
-        tokenizer_hash=_hash_files(
-            path, [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+        weight_hash="",
+        tokenizer_hash=hash_files(
+            path, [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
         ),
+        warnings=tuple(folder.notes),
     )
 
 
-def locate(target: str, *, revision: str | None = None) -> Path:
-    """The local folder of a target; a hub id is downloaded (or found in the cache)."""
-    if target == BUNDLED:
-        return _ASSETS / "target"
-    path = Path(target).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{target}: the folder has no config.json")
-        return path
-    if (
-        path.is_absolute()
-        or target.startswith((".", "~"))
-        or not re.fullmatch(r"[\w.-]+/[\w.-]+", target)
-    ):
-        raise ModelError(
-            f"{target}: no such folder. Give a folder with config.json, a hub id such as "
-            f"JetLM/SDAR-1.7B-Chat-b32, or {BUNDLED!r}"
+def describe_published(
+    entry: Published, *, block_length: int | None = None, mask_id: int | None = None
+) -> ModelInfo:
+    """What is known of a published checkpoint without its files; `path` leads nowhere."""
+    family = family_of(entry.name, (entry.name,), entry.config)
+    sizes = read_sizes(entry.config, family, entry.name)
+    notes: list[str] = []
+    width, mask = (
+        _taken(
+            entry.name, what, [("the spec", given), ("the published checkpoint", own)], own, notes
         )
-    return _download(target, revision)
+        for what, given, own in (
+            ("block length", block_length, entry.block_length),
+            ("mask id", mask_id, entry.mask_id),
+        )
+    )
+    _check_mask(entry.name, mask, sizes)
+    sampling = entry.sampling
+    return ModelInfo(
+        name=entry.name,
+        path=Path(entry.name),
+        commit=None,
+        family=family,
+        sizes=sizes,
+        block_length=width,
+        mask_id=mask,
+        stop_ids=entry.stop_ids,
+        forbidden_ids=tuple(sorted({mask, *range(entry.num_named, sizes.vocab_size)})),
+        has_chat_template=True,
+        temperature=sampling.get("temperature", family.temperature),
+        top_p=sampling.get("top_p", 1.0),
+        top_k=int(sampling.get("top_k", 0)),
+        weight_hash="",
+        tokenizer_hash="",
+        warnings=tuple(notes),
+    )
 
 
-def _download(target: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+def check_weights(info: ModelInfo) -> None:
+    """ModelError where weight files are missing, cut short or of other tensors; headers only."""
+    stored = {name: tensor.shape for name, tensor in read_headers(info.path).items()}
+    wrong = misfits(stored, info.sizes, info.family)
+    if wrong:
+        raise ModelError(
+            f"{info.path}: {len(wrong)} tensors do not fit the config, the first: {wrong[0]}"
+        )
 
-    try:
-        return Path(
-            snapshot_download(
-                target, revision=revision, allow_patterns=[*_SMALL_FILES, "*.safetensors"]
+
+def with_weight_hash(info: ModelInfo) -> ModelInfo:
+    """The same, with the weights read for their hash."""
+    return replace(info, weight_hash=hash_weights(info.path))
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A checkpoint's small files, and notes on where they contradict one another."""
+
+    target: str
+    names: tuple[str, ...]
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    family: Family
+    sizes: Sizes
+    tokenizer: PreTrainedTokenizerFast
+    ids: Mapping[str, int]
+    notes: list[str]
+
+    @classmethod
+    def read(cls, target: str, path: Path) -> _Folder:
+        names, config = names_of(target, path), read_json(path / "config.json")
+        family = family_of(target, names, config)
+        generation = path / "generation_config.json"
+        return cls(
+            target,
+            names,
+            config,
+            read_json(generation) if generation.is_file() else {},
+            family,
+            read_sizes(config, family, str(path / "config.json")),
+            load_tokenizer(path),
+            ids_of_texts(path),
+            [],
+        )
+
+    def block_length(self, given: int | None) -> int:
+        suffix = next((found for name in self.names if (found := _SUFFIX.search(name))), None)
+        of_config = self.config.get("block_size", self.config.get("block_length"))
+        for value in (given, of_config):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ModelError(
+                    f"{self.target}: block length must be a whole number above 0, got {value!r}"
+                )
+        said = [
+            ("the spec", given),
+            ("config.json", of_config),
+            ("the repository's name", int(suffix[1]) if suffix else None),
+        ]
+        return _taken(self.target, "block length", said, self.family.block_length, self.notes)
+
+    def mask_id(self, given: int | None) -> int:
+        entry = next((found for name in self.names if (found := published(name))), None)
+        said = [
+            ("the spec", given),
+            ("config.json", _whole(self.config.get("mask_token_id"))),
+            ("the tokenizer", _whole(self.tokenizer.mask_token_id)),
+            ("the published checkpoint", entry.mask_id if entry is not None else None),
+        ]
+        mask = _taken(self.target, "mask id", said, self.family.mask_id, self.notes)
+        if all(value is None for _, value in said) and not self._may_be_mask(mask):
+            raise ModelError(
+                f"{self.target}: no mask id in the spec, config.json or the tokenizer, and the "
+                f"family's {mask} is none here: set model.target.mask_id"
             )
-        )
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{target}: the repository is gated; accept its terms on the hub and log in"
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"{target}: not a local folder, and the hub could not give it ({type(error).__name__})"
-        ) from error
+        _check_mask(self.target, mask, self.sizes)
+        return mask
+
+    def _may_be_mask(self, mask: int) -> bool:
+        """Whether an id is a row of the head that stands for no text that a model would write."""
+        ordinary = set(self.ids) - set(self.tokenizer.get_added_vocab())
+        return mask < self.sizes.vocab_size and mask not in {self.ids[text] for text in ordinary}
+
+    def stop_ids(self, mask: int) -> tuple[int, ...]:
+        texts = self.family.stop_texts
+        found = {self.ids[text] for text in texts if text in self.ids}
+        for value in (
+            self.generation.get("eos_token_id"),
+            self.config.get("eos_token_id"),
+            self.tokenizer.eos_token_id,
+        ):
+            for one in value if isinstance(value, list) else [value]:
+                if type(one) is int:
+                    found.add(one)
+        if mask in found:
+            self.notes.append(f"{self.target}: mask id {mask} is named as a stop id; it is none")
+        absent = [text for text in texts if text not in self.ids]
+        if absent:
+            self.notes.append(
+                f"{self.target}: the tokenizer has no {' and no '.join(absent)} to end samples at"
+            )
+        return tuple(sorted(found - {mask}))
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The folder's tokenizer. Its own class name is not looked at: published SDAR tokenizers name
-    one of their own over plain Qwen2 files, and code that a checkpoint brings is never run."""
-    kind: type[PreTrainedTokenizerFast]
-    if (path / "tokenizer.json").is_file():
-        kind = PreTrainedTokenizerFast
-    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        kind = Qwen2TokenizerFast
-    else:
-        raise ModelError(f"{path}: no tokenizer.json, and no vocab.json with merges.txt")
-    try:
-        return kind.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded ({error})") from error
-
-
-def _weight_files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{path}: no .safetensors file")
-    return files
-
-
-def _hash_files(path: Path, files: Sequence[Path]) -> str:
-    """sha256 over the names below `path` and the bytes of the files."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(path)).encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ModelError where it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: want a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _family(target: str, config: Mapping[str, Any]) -> Family:
-    names = config.get("architectures") or []
-    for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
-    raise ModelError(
-        f"{target}: architecture {', '.join(map(str, names)) or '(none named)'} is not supported; "
-        f"known: {', '.join(sorted(FAMILIES))}"
-    )
-
-
-def _block_length(target: str, config: Mapping[str, Any], family: Family, given: int | None) -> int:
-    suffix = re.search(r"-b(\d+)$", target.rstrip(os.sep))
-    found = [
-        given,
-        config.get("block_size"),
-        int(suffix.group(1)) if suffix else None,
-        family.block_length,
-    ]
-    width = next(value for value in found if value is not None)
-    if not isinstance(width, int) or width < 1:
-        raise ModelError(f"{target}: block length must be a whole number above 0, got {width!r}")
-    return width
-
-
-def _mask_id(
+def _taken(
     target: str,
-    config: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerFast,
-    family: Family,
-    given: int | None,
+    what: str,
+    said: Sequence[tuple[str, int | None]],
+    default: int,
+    notes: list[str],
 ) -> int:
-    for value in (given, config.get("mask_token_id"), tokenizer.mask_token_id, family.mask_id):
-        if isinstance(value, int):
-            return value
-    raise ModelError(f"{target}: no mask id in the spec, the config or the tokenizer")
+    """The first that is said, else the default; a note where others say otherwise."""
+    given = [(source, value) for source, value in said if value is not None]
+    if not given:
+        return default
+    source, taken = given[0]
+    others = [f"{other} says {value}" for other, value in given[1:] if value != taken]
+    if others:
+        notes.append(f"{target}: {what} {taken} of {source} is taken; {', '.join(others)}")
+    return taken
 
 
-def _generation_config(path: Path) -> Mapping[str, Any]:
-    file = path / "generation_config.json"
-    return read_json(file) if file.is_file() else {}
+def _check_mask(target: str, mask: int, sizes: Sizes) -> None:
+    if not 0 <= mask < sizes.vocab_size:
+        raise ModelError(
+            f"{target}: mask id {mask} is outside the vocabulary of {sizes.vocab_size}"
+        )
 
 
-def _stop_ids(
-    generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> tuple[int, ...]:
-    found: set[int] = set()
-    for value in (
-        generation.get("eos_token_id"),
-        config.get("eos_token_id"),
-        tokenizer.eos_token_id,
-    ):
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list):
-            found.update(int(one) for one in value)
-    return tuple(sorted(found))
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
 
 
 def _number(values: Mapping[str, Any], name: str, default: float) -> float:
     value = values.get(name)
     return default if value is None else float(value)
-
-
-def _field(path: Path, config: Mapping[str, Any], name: str, kind: type[int]) -> int:
-    value = config.get(name)
-    if not isinstance(value, kind):
-        raise ModelError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
-    return value

@@ -1,9 +1,13 @@
-"""Linears at row counts from one proven set, so that a row's bits do not depend on the batch.
+"""Linears and activations in calls of proven sizes: a row's bits do not depend on the batch.
 
 A GEMM library picks its kernel and its blocking by the shape of the call; another number of rows
 may mean another order of summation and other last bits. Within one call a row depends neither on
 the other rows' content nor on its place. So every linear is called in tiles whose row counts were
 shown, on this machine, to give equal bits (architecture.md section 5, canonical numerics).
+
+A pointwise kernel on a CPU cuts its elements evenly among the threads and treats what does not fill
+a vector register with other instructions; for a product or a sum these round alike, for an
+exponential they do not. So an activation is called on one slot at a time: always the same cut.
 """
 
 from __future__ import annotations
@@ -95,6 +99,29 @@ def tile_linears(model: nn.Module, tiles: RowTiles) -> list[TiledLinear]:
                 setattr(parent, name, replacement)
                 tiled.append(replacement)
     return tiled
+
+
+class SlotActivation(nn.Module):
+    """An activation that goes over one slot at a time."""
+
+    def __init__(self, activation: nn.Module, num_rows: int) -> None:
+        super().__init__()
+        self.activation = activation
+        self.num_rows = num_rows
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., slots * num_rows, n) -> the same, in place."""
+        for slot in rows.split(self.num_rows, dim=-2):
+            slot.copy_(self.activation(slot))
+        return rows
+
+
+def cut_activations(model: nn.Module, num_rows: int) -> None:
+    """Make every activation below `model` go over so many rows at a time; they are few, by name."""
+    for parent in list(model.modules()):
+        activation = getattr(parent, "act_fn", None)
+        if isinstance(activation, nn.Module) and not isinstance(activation, SlotActivation):
+            parent.act_fn = SlotActivation(activation, num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ import ast
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 Split = Literal["train", "held-out"]
 Level = Literal["easy", "hard"]
-Kind = Literal["math", "code", "list"]
+Kind = Literal["math", "code", "list", "story"]
 Value = int | bool | str | list[int] | list[str]
 
-KINDS: tuple[Kind, ...] = ("math", "code", "list")
-KIND_SHARES = (0.60, 0.15, 0.25)
+KINDS: tuple[Kind, ...] = ("math", "code", "list", "story")
+KIND_SHARES = (0.50, 0.13, 0.22, 0.15)
 HELD_OUT_ONE_IN = 16
 
 NAMES = (
@@ -41,6 +41,24 @@ WORDS = (
     "apple", "river", "green", "bread", "stone", "cloud", "tiger", "banana", "pepper", "garden",
 )  # fmt: skip
 FUNCTION_NAMES = ("f", "g", "h", "solve", "compute", "run")
+RESULT_NAMES = ("result", "value", "out", "answer")
+
+# No question says which of these words its response uses: what comes next is then not always forced
+# by the template, as in the models that the bundled target stands for.
+OPENERS = (
+    "Let us work it out.",
+    "We go step by step.",
+    "Here is how it goes.",
+    "We look at what we know.",
+    "This is not hard.",
+)
+FIRST = ("First", "To begin", "At the start")
+NEXT = ("Then", "Next", "After that")
+CLOSERS = (
+    "That makes {result}{unit}.",
+    "So we end with {result}{unit}.",
+    "In the end it is {result}{unit}.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,7 @@ class Problem:
 
     id: str
     kind: Kind
+    level: Level
     family: str
     question: str
     response: str
@@ -86,6 +105,7 @@ def problem_at(index: int, *, split: Split, seed: int, level: Level) -> Problem:
     return Problem(
         id=f"{split}-{seed}-{level}-{index}",
         kind=kind,
+        level=level,
         family=draft.family,
         question=draft.question,
         response=draft.response,
@@ -113,8 +133,10 @@ def is_held_out(question: str) -> bool:
 
 
 def check(problem: Problem, answer_text: str) -> bool:
-    """Whether a response answers its problem: by its last line, or by running its function."""
+    """Whether a response answers its problem: by its last line, its function or its sentences."""
     text = answer_text.strip()
+    if problem.kind == "story":
+        return tells_as_asked(text, problem.answer.split(", "))
     if problem.kind == "code":
         return runs_as_asked(text, problem.cases)
     return bool(text) and text.splitlines()[-1].strip() == f"The answer is {problem.answer}."
@@ -130,13 +152,27 @@ def write_math(rng: random.Random, level: Level) -> Draft:
     question = story.question + (" Show each step." if show else "")
     if show:
         lines = [f"Step {i}: {step}." for i, step in enumerate(story.steps, start=1)]
-    elif rng.random() < 0.2:
+    elif rng.random() < 0.1:
         lines = list(story.steps)
     else:
         worked = zip(story.leads, story.steps, strict=True)
         lines = [f"{lead} {step}{story.unit}." for lead, step in worked]
+        if rng.random() < 0.5:
+            heads = (rng.choice(NEXT if i else FIRST) for i in range(len(lines)))
+            lines = [f"{head}, {continued(line)}" for head, line in zip(heads, lines, strict=True)]
+        if rng.random() < 0.5:
+            lines.insert(0, rng.choice(OPENERS))
+        if rng.random() < 0.5:
+            lines.append(rng.choice(CLOSERS).format(result=story.result, unit=story.unit))
     lines.append(f"The answer is {story.result}.")
     return Draft(story.family, question, "\n".join(lines), str(story.result))
+
+
+def continued(line: str) -> str:
+    """A sentence as it goes on behind another word: in lower case unless it begins with a name."""
+    if any(line.startswith(name) for name, _ in NAMES):
+        return line
+    return line[0].lower() + line[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,19 +352,21 @@ def write_list(rng: random.Random, level: Level) -> Draft:
         case "reverse":
             question = f"Reverse this list: {listed}."
             answer = ", ".join(map(str, reversed(numbers)))
-            working = f"The numbers are {listed}.\n"
+            working = f"{rng.choice(LIST_LEADS)} {listed}.\n"
         case "sort":
             question = f"Sort these numbers from small to large: {listed}."
             answer = ", ".join(map(str, sorted(numbers)))
-            working = f"The numbers are {listed}.\n"
+            working = f"{rng.choice(LIST_LEADS)} {listed}.\n"
+            if rng.random() < 0.7:
+                working += "\n".join(ranked(numbers)) + "\n"
         case "largest":
             question = f"What is the largest of these numbers: {listed}?"
             answer = str(max(numbers))
-            working = f"The numbers are {listed}.\n"
+            working = "\n".join(compared(numbers, max)) + "\n"
         case "smallest":
             question = f"What is the smallest of these numbers: {listed}?"
             answer = str(min(numbers))
-            working = f"The numbers are {listed}.\n"
+            working = "\n".join(compared(numbers, min)) + "\n"
         case "even":
             question = f"Which of these numbers are even: {listed}?"
             evens = [n for n in numbers if n % 2 == 0]
@@ -348,10 +386,11 @@ def write_list(rng: random.Random, level: Level) -> Draft:
         case "backwards":
             question = f"Write these words in reverse order: {spaced}."
             answer = " ".join(reversed(words))
-            working = f"The words are {spaced}.\n"
+            working = f"{rng.choice(WORD_LEADS)} {spaced}.\n"
         case "count":
             target = rng.choice(words)
-            row = [rng.choice((target, *words)) for _ in range(size + 1)]
+            row = [target, *(rng.choice((target, *words)) for _ in range(size))]
+            rng.shuffle(row)
             question = f"How many times is {target} in this row: {' '.join(row)}?"
             hits = [word for word in row if word == target]
             answer = str(len(hits))
@@ -359,9 +398,9 @@ def write_list(rng: random.Random, level: Level) -> Draft:
         case "last":
             question = f"What is the last word here: {spaced}?"
             answer = words[-1]
-            working = f"The words are {spaced}.\n"
+            working = f"{rng.choice(WORD_LEADS)} {spaced}.\n"
         case "spell":
-            word = rng.choice(words)
+            word = rng.choice([word for word in WORDS if level == "hard" or len(word) <= 4])
             question = f"Spell the word {word}."
             answer = "-".join(word)
         case _:
@@ -369,10 +408,30 @@ def write_list(rng: random.Random, level: Level) -> Draft:
             letter = rng.choice(word)
             question = f"How many times is the letter {letter} in {word}?"
             answer = str(word.count(letter))
-            working = f"The letters are {'-'.join(word)}.\n"
+            working = f"{rng.choice(LETTER_LEADS)} {'-'.join(word)}.\n"
+    if working and rng.random() < 0.4:
+        working = f"{rng.choice(OPENERS)}\n{working}"
     return Draft(family, question, f"{working}The answer is {answer}.", answer)
 
 
+def ranked(numbers: list[int]) -> list[str]:
+    """A line for each number, smallest first."""
+    places = ("Smallest", *(["Next"] * (len(numbers) - 2)), "Largest")
+    return [f"{place}: {n}" for place, n in zip(places, sorted(numbers), strict=True)]
+
+
+def compared(numbers: list[int], better: Callable[[int, int], int]) -> list[str]:
+    """A line for each comparison of the best number so far with the next one."""
+    lines, best = [], numbers[0]
+    for n in numbers[1:]:
+        lines.append(f"Of {best} and {n} it is {better(best, n)}.")
+        best = better(best, n)
+    return lines
+
+
+LIST_LEADS = ("The numbers are", "We have", "Here are")
+WORD_LEADS = ("The words are", "We have", "Here are")
+LETTER_LEADS = ("The letters are", "It is spelled", "One by one")
 LIST_FAMILIES = (
     "reverse",
     "sort",
@@ -447,18 +506,82 @@ def write_code(rng: random.Random, level: Level) -> Draft:
     verb = rng.choice(("returns", "gives"))
     question = f"Write a function {name}({function.parameters}) that {verb} {ask}."
     head = f"def {name}({function.parameters}):\n"
-    if rng.random() < 0.3:
-        code = f"{head}    result = {body}\n    return result"
+    if rng.random() < 0.5:
+        name = rng.choice(RESULT_NAMES)
+        code = f"{head}    {name} = {body}\n    return {name}"
     else:
         code = f"{head}    return {body}"
     cases = tuple(Case(given, call_function(code, given)) for given in function.inputs)
     return Draft(function.family, question, code, code, cases)
 
 
+# ---------------------------------------------------------------------------------- stories
+
+
+VERBS = ("found", "saw", "got", "made", "lost")
+PLACES = ("in the garden", "by the river", "on the road", "at home", "under a tree", "in the rain")
+LOOKS = ("old", "new", "big", "small", "green", "nice", "odd", "warm", "soft", "dark")
+DEEDS = (
+    "{he} took it home",
+    "{he} put it in a box",
+    "{he} gave it to {friend}",
+    "{he} showed it to {friend}",
+    "{friend} wanted it too",
+    "{he} looked at it for a long time",
+)
+MOODS = ("happy", "sad", "tired", "proud", "calm", "glad")
+LAST_LINE = "The end."
+
+
+def write_story(rng: random.Random, level: Level) -> Draft:
+    """A few sentences about somebody and one thing or two; the request leaves the rest open."""
+    (name, he), (friend, _) = rng.sample(NAMES, 2)
+    things = rng.sample(GOODS, 1 if level == "easy" else 2)
+    subject = " and ".join((name, *(f"a {thing}" for thing in things)))
+    question = rng.choice(("Write a short story about {}.", "Tell me a story about {}."))
+    deeds = rng.sample(DEEDS, rng.choice((1, 2)))
+    sentences = [f"{rng.choice(('One day', 'Last week', 'Once'))} {name} {rng.choice(VERBS)}"]
+    sentences[0] += f" a {things[0]} {rng.choice(PLACES)}."
+    sentences.append("It was {} and {}.".format(*rng.sample(LOOKS, 2)))
+    if level == "hard":
+        sentences.append(f"There was a {things[1]} {rng.choice(PLACES)} too.")
+    for deed in deeds:
+        told = deed.format(he=he, friend=friend)
+        sentences.append(f"{rng.choice(NEXT)} {told}.")
+    sentences.append(f"{rng.choice((name, friend))} was {rng.choice(MOODS)}.")
+    response = " ".join(sentences) + f"\n{LAST_LINE}"
+    return Draft("story", question.format(subject), response, ", ".join((name, *things)))
+
+
+def tells_as_asked(text: str, subjects: list[str]) -> bool:
+    """Whether a story speaks of its subjects in known words, repeats nothing and ends."""
+    body, _, last = text.rpartition("\n")
+    sentences = [sentence.strip() for sentence in body.split(".") if sentence.strip()]
+    words = body.replace(".", " ").split()
+    told = 3 <= len(sentences) == len(set(sentences)) <= 8 and body.endswith(".")
+    return (
+        told
+        and last == LAST_LINE
+        and all(subject in words for subject in subjects)
+        and all(word in STORY_WORDS for word in words)
+    )
+
+
+STORY_WORDS = frozenset(
+    " ".join(
+        (
+            *VERBS, *PLACES, *LOOKS, *DEEDS, *MOODS, *NEXT, *GOODS, *(name for name, _ in NAMES),
+            "he she One day Last week Once a It was and There too",
+        )
+    ).split()
+)  # fmt: skip
+
+
 WRITERS: dict[Kind, Callable[[random.Random, Level], Draft]] = {
     "math": write_math,
     "code": write_code,
     "list": write_list,
+    "story": write_story,
 }
 
 CALLABLE = {"abs": abs, "len": len, "max": max, "min": min, "sorted": sorted, "sum": sum}
@@ -534,17 +657,24 @@ def problems(count: int, *, seed: int, split: Split, hard_share: float = 0.4) ->
 
 
 def write_prompts(
-    path: Path, *, count: int = 240, seed: int = 0, split: Split = "held-out"
+    path: Path,
+    *,
+    count: int = 240,
+    seed: int = 0,
+    split: Split = "held-out",
+    temperatures: Sequence[float] = (),
 ) -> None:
-    """Write prompts as JSON lines: id, question, kind, answer."""
+    """Write prompts as JSON lines (id, question, kind, answer), `temperatures` in turn if any."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as lines:
-        for problem in problems(count, seed=seed, split=split):
-            row = {
+        for index, problem in enumerate(problems(count, seed=seed, split=split)):
+            row: dict[str, str | float] = {
                 "id": problem.id,
                 "question": problem.question,
                 "kind": problem.kind,
                 "answer": problem.answer,
             }
+            if temperatures:
+                row["temperature"] = temperatures[index % len(temperatures)]
             lines.write(json.dumps(row) + "\n")
     partial.replace(path)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Model
 
-from spot_batch.training.corpus import Kind, Problem, check
+from spot_batch.training.corpus import KINDS, Kind, Level, Problem, check
 from spot_batch.training.layout import block_causal
 from spot_batch.training.model import hidden_rows, tied_logits
 from spot_batch.training.samples import render_prompt
@@ -20,9 +20,12 @@ class Figures:
 
     num_prompts: int
     exact: float
+    exact_easy: float
+    exact_hard: float
     exact_math: float
     exact_code: float
     exact_list: float
+    exact_story: float
     ended: float
     mean_confidence: float
     stale_argmax: float  # the last forward's argmax at the position committed next is the commit
@@ -64,7 +67,8 @@ def evaluate(
     """Decode every problem greedily, one commit a forward, and score the answers."""
     end_id, fill_id = tokenizer.convert_tokens_to_ids([IM_END, END_OF_TEXT])
     tally = Tally()
-    right: dict[Kind, list[bool]] = {"math": [], "code": [], "list": []}
+    right: dict[Kind, list[bool]] = {kind: [] for kind in KINDS}
+    by_level: dict[Level, list[bool]] = {"easy": [], "hard": []}
     ended: list[bool] = []
     for start in range(0, len(problems), batch):
         chunk = problems[start : start + batch]
@@ -82,13 +86,18 @@ def evaluate(
             stops = [i for i, token in enumerate(output) if token in (end_id, fill_id)]
             ended.append(bool(stops))
             text = tokenizer.decode(output[: stops[0]] if stops else output)
-            right[problem.kind].append(check(problem, text))
+            is_right = check(problem, text)
+            right[problem.kind].append(is_right)
+            by_level[problem.level].append(is_right)
     return Figures(
         num_prompts=len(problems),
-        exact=share(right["math"] + right["code"] + right["list"]),
+        exact=share(by_level["easy"] + by_level["hard"]),
+        exact_easy=share(by_level["easy"]),
+        exact_hard=share(by_level["hard"]),
         exact_math=share(right["math"]),
         exact_code=share(right["code"]),
         exact_list=share(right["list"]),
+        exact_story=share(right["story"]),
         ended=share(ended),
         mean_confidence=tally.confidence / max(tally.num_commits, 1),
         stale_argmax=tally.same_token / max(tally.num_stale, 1),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from spot_batch.training.corpus import Problem
 from spot_batch.training.evaluation import Figures, evaluate
+from spot_batch.training.gsm8k import Gsm8kFigures
 from spot_batch.training.model import make_model
 from spot_batch.training.target import (
     TargetSettings,
@@ -23,8 +24,8 @@ from spot_batch.training.tokenizer import END_OF_TEXT, IM_END, MASK, save_tokeni
 CARD_NOTES = """
 Trained from nothing by this repository on a synthetic corpus that it generates
 (`spot_batch.training.corpus`): worked word problems, one-expression Python functions, list and
-word instructions. It is made for tests, examples and measurements of decoding on a laptop, and
-knows nothing beyond that corpus.
+word instructions, short stories. It is made for tests, examples and measurements of decoding on a
+laptop, and knows nothing beyond that corpus.
 
 Causal warm-up with next-token loss, then block diffusion with BD3-LM's mask: the number of masks
 of a block is uniform, a masked token weighs (free positions / masks), prompts are never noised,
@@ -52,6 +53,18 @@ def export_target(
     notes = training_notes(step_of(checkpoint), state["num_samples"], state["elapsed_s"], figures)
     notes += ["", remark] if remark else []
     write_folder(weights, tokenizer_folder, folder, settings=settings, command=command, notes=notes)
+
+
+def gsm8k_note(folder: Path, scores: Gsm8kFigures) -> None:
+    """Add what GSM8K found to an exported folder's card."""
+    card = folder / "README.md"
+    card.write_text(
+        card.read_text(encoding="utf-8")
+        + f"GSM8K, {scores.num_prompts} questions, at most {scores.max_new_tokens} tokens, greedy: "
+        f"{scores.accuracy:.3f} right, {scores.without_loop:.3f} without a repetition loop at the "
+        "end.\n",
+        encoding="utf-8",
+    )
 
 
 def evaluate_checkpoint(
@@ -170,9 +183,12 @@ def training_notes(
             "| figure | share |",
             "|---|---|",
             f"| exact answers | {figures.exact:.3f} |",
+            f"| exact, easy (numbers to 20) | {figures.exact_easy:.3f} |",
+            f"| exact, hard (numbers to 99) | {figures.exact_hard:.3f} |",
             f"| exact, word problems | {figures.exact_math:.3f} |",
             f"| exact, Python functions | {figures.exact_code:.3f} |",
             f"| exact, lists and words | {figures.exact_list:.3f} |",
+            f"| stories told as asked | {figures.exact_story:.3f} |",
             f"| ends by itself | {figures.ended:.3f} |",
             f"| mean confidence of a commit | {figures.mean_confidence:.3f} |",
             f"| stale argmax is the commit | {figures.stale_argmax:.3f} |",

@@ -1,13 +1,16 @@
 """The bundled target's body: Qwen3 modules of any size, their logits, and SDAR's config."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3Model
+from transformers import AttentionInterface, Qwen3Config, Qwen3Model
 
 IMPOSSIBLE = float("-inf")
+HIDDEN_BIAS = -1e9  # finite, so that a row that sees nothing has no NaN
+ATTENTION_NAME = "spot_training"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ def make_model(size: ModelSize, *, seed: int) -> Qwen3Model:
         rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
         tie_word_embeddings=True,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation=ATTENTION_NAME,
     )
     model = Qwen3Model(config)
     generator = torch.Generator().manual_seed(seed)
@@ -60,11 +63,39 @@ def make_model(size: ModelSize, *, seed: int) -> Qwen3Model:
 def hidden_rows(model: Qwen3Model, tokens: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
     """(rows, length) tokens and positions, (rows, 1, length, length) mask -> hidden states."""
     assert tokens.ndim == 2, f"want (rows, length), got {tuple(tokens.shape)}"
-    output = model(
-        input_ids=tokens, position_ids=positions, attention_mask=allowed, use_cache=False
-    )
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocast else model.embed_tokens.weight.dtype
+    bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, HIDDEN_BIAS)
+    output = model(input_ids=tokens, position_ids=positions, attention_mask=bias, use_cache=False)
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+def biased_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention by two matrix products, which trains twice as fast as SDPA does on a CPU.
+
+    `query` (rows, heads, length, dim), `key` and `value` (rows, kv heads, length, dim), `bias`
+    (rows, 1, length, length) in the products' dtype; queries of one kv head share a product.
+    """
+    rows, num_heads, length, dim = query.shape
+    num_kv = key.shape[1]
+    grouped = (query * scaling).to(bias.dtype).reshape(rows, num_kv, -1, dim)
+    scores = (grouped @ key.to(bias.dtype).transpose(2, 3)).view(rows, num_heads, length, length)
+    weights = torch.softmax(scores + bias, dim=-1, dtype=bias.dtype)
+    mixed = weights.view(rows, num_kv, -1, length) @ value.to(bias.dtype)
+    return mixed.view(rows, num_heads, length, dim).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, biased_attention)
 
 
 def tied_logits(model: Qwen3Model, hidden: Tensor, *, mask_id: int) -> Tensor:

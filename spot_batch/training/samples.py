@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,18 @@ from spot_batch.training.corpus import Level, problem_at
 from spot_batch.training.layout import Sample
 from spot_batch.training.tokenizer import IM_END
 
+COLUMNS = (
+    ("question", "response"),
+    ("question", "answer"),
+    ("text", "code"),
+    ("prompt", "response"),
+)
+"""Names that the two texts of an extra source's row go by: ours, GSM8K's, MBPP's, others'."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraSource:
-    """A JSON-lines file with columns `question` and `response`, and its share of the samples."""
+    """A JSON-lines file of questions and responses, and its share of the samples."""
 
     path: Path
     share: float
@@ -80,9 +89,28 @@ def render_prompt(question: str) -> str:
 
 
 def read_exchanges(path: Path) -> list[Exchange]:
-    """Every row of an extra source."""
+    """Every row of an extra source, columns as in COLUMNS. Raises ValueError naming the line."""
+    exchanges = []
     with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.strip()]
-    if not rows:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            pair = next(
+                (pair for pair in COLUMNS if all(isinstance(row.get(c), str) for c in pair)), None
+            )
+            if pair is None:
+                known = " or ".join(f"{asked!r} and {told!r}" for asked, told in COLUMNS)
+                raise ValueError(f"{path}, line {number}: want strings {known}")
+            exchanges.append(Exchange(row[pair[0]], without_calculator(row[pair[1]])))
+    if not exchanges:
         raise ValueError(f"{path} holds no rows")
-    return [Exchange(row["question"], row["response"]) for row in rows]
+    return exchanges
+
+
+def without_calculator(text: str) -> str:
+    """GSM8K's worked answers without the calculator notes (<<2+3=5>>) that nobody writes."""
+    return re.sub(r"<<[^<>]*>>", "", text).replace("\r\n", "\n")

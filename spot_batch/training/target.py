@@ -54,7 +54,7 @@ class TargetSettings:
     seed: int = 0
     size: ModelSize = field(default_factory=ModelSize)
     block_length: int = 32
-    max_tokens: int = 128
+    max_tokens: int = 160
     causal_row: int = 256
     diffusion_row: int = 384
     extra_block_share: float = 0.1
@@ -64,7 +64,7 @@ class TargetSettings:
     ema: float = 0.999  # at most: an average forgets what is older than its phase
     extras: tuple[ExtraSource, ...] = ()
     tokenizer_problems: int = 20_000
-    checkpoint_steps: int = 250
+    checkpoint_steps: int = 100
     evaluate_steps: int = 500
     num_evaluated: int = 40
     keep_checkpoints: int = 3
@@ -75,16 +75,45 @@ class TargetSettings:
             raise ValueError("a target needs at least one phase")
 
 
-def default_settings() -> TargetSettings:
-    """The recipe of the bundled target: about an hour on two cores."""
+def bundled_recipe(block_length: int, extras: tuple[ExtraSource, ...]) -> TargetSettings:
+    """The bundled target: two runs of about an hour on one core."""
     return TargetSettings(
         phases=(
-            causal_phase(steps=750, hard_share=0.2, warmup=200),
-            causal_phase(steps=500, hard_share=0.5),
-            diffusion_phase(block_length=8, steps=80, lr=1.5e-3, warmup=20),
-            diffusion_phase(block_length=32, steps=1000, lr=1.5e-3, final_lr=1e-4),
-        )
+            causal_phase(steps=400, hard_share=0.2, warmup=50),
+            causal_phase(steps=300, hard_share=0.4),
+            diffusion_phase(block_length=8, steps=60, lr=2e-3, warmup=20),
+            diffusion_phase(block_length=block_length, steps=1340, lr=2.5e-3, final_lr=4e-4),
+            diffusion_phase(
+                block_length=block_length,
+                steps=1300,
+                lr=1.2e-3,
+                final_lr=3e-5,
+                warmup=30,
+                hard_share=0.3,
+            ),
+        ),
+        block_length=block_length,
+        extras=extras,
     )
+
+
+def small_recipe(block_length: int, extras: tuple[ExtraSource, ...]) -> TargetSettings:
+    """A target of 0.6M parameters, to have more than one: about a quarter of an hour."""
+    return TargetSettings(
+        phases=(
+            causal_phase(steps=500, hard_share=0.2, warmup=50),
+            diffusion_phase(block_length=8, steps=60, lr=2e-3, warmup=20),
+            diffusion_phase(block_length=block_length, steps=1500, lr=3e-3, final_lr=5e-5),
+        ),
+        size=ModelSize(
+            hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=320
+        ),
+        block_length=block_length,
+        extras=extras,
+    )
+
+
+RECIPES = {"bundled": bundled_recipe, "small": small_recipe}
 
 
 def causal_phase(*, steps: int, hard_share: float, warmup: int = 0) -> Phase:
@@ -92,16 +121,22 @@ def causal_phase(*, steps: int, hard_share: float, warmup: int = 0) -> Phase:
     return Phase(
         objective="causal",
         steps=steps,
-        batch=48,
-        lr=2e-3,
-        final_lr=2e-3,
+        batch=40,
+        lr=3e-3,
+        final_lr=3e-3,
         warmup=warmup,
         hard_share=hard_share,
     )
 
 
 def diffusion_phase(
-    *, block_length: int, steps: int, lr: float, final_lr: float | None = None, warmup: int = 0
+    *,
+    block_length: int,
+    steps: int,
+    lr: float,
+    final_lr: float | None = None,
+    warmup: int = 0,
+    hard_share: float = 0.4,
 ) -> Phase:
     """A phase of block diffusion at one block length."""
     return Phase(
@@ -112,17 +147,17 @@ def diffusion_phase(
         final_lr=lr if final_lr is None else final_lr,
         warmup=warmup,
         block_length=block_length,
-        hard_share=0.5,
+        hard_share=hard_share,
     )
 
 
 @dataclass(slots=True)
 class Training:
-    """A run in memory: weights, their average, the optimiser's moments, and where it stands."""
+    """A run in memory: weights, their average, the optimisers' moments, and where it stands."""
 
     model: Qwen3Model
     average: dict[str, Tensor]
-    optimizer: torch.optim.AdamW
+    optimizers: tuple[torch.optim.Optimizer, ...]
     step: int = 0
     num_samples: int = 0
     elapsed_s: float = 0.0
@@ -168,10 +203,11 @@ def train_step(
     loss = rows_loss(training.model, rows, settings=settings, mask_id=mask_id_of(tokenizer))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), settings.clip)
-    for group in training.optimizer.param_groups:
-        group["lr"] = learning_rate(phase, within)
-    training.optimizer.step()
-    training.optimizer.zero_grad(set_to_none=False)
+    for optimizer in training.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(phase, within)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
     training.step += 1
     training.num_samples += phase.batch
     update_average(training, min(settings.ema, (1 + within) / (10 + within)))
@@ -202,7 +238,8 @@ def rows_at(
         extra_block_share=settings.extra_block_share,
         rng=np.random.default_rng([settings.seed, training.step]),
     )
-    return pack(pieces, row_length=settings.diffusion_row, fill_id=fill_id)
+    longest = max(len(piece.tokens) for piece in pieces)
+    return pack(pieces, row_length=max(settings.diffusion_row, longest), fill_id=fill_id)
 
 
 def rows_loss(model: Qwen3Model, rows: Rows, *, settings: TargetSettings, mask_id: int) -> Tensor:
@@ -280,16 +317,16 @@ def fresh_training(settings: TargetSettings) -> Training:
     model = make_model(settings.size, seed=settings.seed)
     matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-        fused=True,
+    # Muon (Jordan et al. 2024) takes fewer steps than AdamW on matrices; scaled to AdamW's updates,
+    # both follow one rate.
+    optimizers = (
+        torch.optim.Muon(
+            matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     )
     average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return Training(model, average, optimizer)
+    return Training(model, average, optimizers)
 
 
 def start_or_resume(settings: TargetSettings, out: Path) -> Training:
@@ -298,22 +335,32 @@ def start_or_resume(settings: TargetSettings, out: Path) -> Training:
     if not checkpoints(out):
         return training
     folder = newest_checkpoint(out)
+    require_same(settings, json.loads((folder / "state.json").read_text())["settings"], out)
     logger.info("resuming from %s", folder.name)
     training.model.load_state_dict(load_file(folder / "model.safetensors"))
     training.average = load_file(folder / "average.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
-    names = {id(weight): name for name, weight in training.model.named_parameters()}
-    for group in training.optimizer.param_groups:
-        for weight in group["params"]:
-            name = names[id(weight)]
-            training.optimizer.state[weight] = {
-                key: moments[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+    named = dict(training.model.named_parameters())
+    owner = {id(w): o for o in training.optimizers for g in o.param_groups for w in g["params"]}
+    for entry, value in moments.items():
+        key, name = entry.split("/", 1)
+        owner[id(named[name])].state[named[name]][key] = value
     state = json.loads((folder / "state.json").read_text())
     training.step = state["step"]
     training.num_samples = state["num_samples"]
     training.elapsed_s = state["elapsed_s"]
     return training
+
+
+def require_same(settings: TargetSettings, begun: dict[str, object], out: Path) -> None:
+    """Raise ValueError naming the first setting in which a run was begun otherwise."""
+    mine = json.loads(json.dumps(asdict(settings), default=str))
+    for name, value in mine.items():
+        if begun.get(name) != value:
+            raise ValueError(
+                f"{out} was begun with {name} {begun.get(name)!r}, not {value!r}: "
+                "go on with the same recipe and options, or train into an empty folder"
+            )
 
 
 def save_checkpoint(settings: TargetSettings, out: Path, training: Training) -> None:
@@ -329,7 +376,8 @@ def save_checkpoint(settings: TargetSettings, out: Path, training: Training) -> 
     moments = {
         f"{key}/{name}": value
         for name, weight in weights.items()
-        for key, value in training.optimizer.state[weight].items()
+        for optimizer in training.optimizers
+        for key, value in optimizer.state.get(weight, {}).items()
     }
     save_file(moments, partial / "optimizer.safetensors")
     state = {

@@ -5,11 +5,11 @@ A job with `output.include: trajectory` records them. Here they become tensors.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,25 +19,49 @@ from numpy.typing import NDArray
 from pyarrow.dataset import dataset
 from torch import Tensor
 
+from spot_batch.drafters.stale import TOP_K
+from spot_batch.records import NoiseKey
 from spot_batch.store import JobDirectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What trajectories were recorded from; jobs are read together where all but `jobs` is equal.
+
+    `weights` is the target's hash, `jobs` the fingerprints of what was read.
+    """
+
+    target: str
+    weights: str
+    block_length: int
+    noise_key: NoiseKey
+    jobs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    """Recorded states, N of them: log_prob (N, W, K) float16, ids (N, W, K) int32, masked (N, W)
-    bool, and per state its commits, padded with -1: positions, tokens (N, W) int64."""
+    """Recorded states, N of them.
 
-    sample_id: Tensor
+    job (N,) int64: which of the source's jobs; place (N,) float64: where the state's prompt falls
+    in [0, 1), by its id alone; start, num_committed, noise_key, top_k (N,) int64; temperature,
+    top_p (N,) float32; masked (N, W) bool; log_prob (N, W, K) float16; ids (N, W, K) int32; and per
+    state its commits, padded with -1: positions, tokens (N, W) int64.
+    """
+
+    job: Tensor
+    place: Tensor
     start: Tensor
     num_committed: Tensor
     noise_key: Tensor
     temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
     masked: Tensor
     log_prob: Tensor
     ids: Tensor
     positions: Tensor
     tokens: Tensor
-    metadata: dict[str, str]
+    source: Source
 
     def __len__(self) -> int:
         return len(self.start)
@@ -51,28 +75,49 @@ class Trajectories:
         """(N,) commits known after the state's own: how deep it can be queried."""
         return (self.positions >= 0).sum(dim=1) - 1
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.place.unique())
+
+    @property
+    def temperatures(self) -> list[float]:
+        """The temperatures of its states, ascending."""
+        return sorted({round(heat, 4) for heat in self.temperature.unique().tolist()})
+
     def take(self, index: Tensor) -> Trajectories:
         """The states at `index` (int64 or bool)."""
-        return Trajectories(
-            self.sample_id[index],
-            self.start[index],
-            self.num_committed[index],
-            self.noise_key[index],
-            self.temperature[index],
-            self.masked[index],
-            self.log_prob[index],
-            self.ids[index],
-            self.positions[index],
-            self.tokens[index],
-            self.metadata,
-        )
+        taken: dict[str, Any] = {name: getattr(self, name)[index] for name in _TENSORS}
+        return replace(self, **taken)
 
-    def split(self, *, held_out: float) -> tuple[Trajectories, Trajectories]:
-        """Train and held-out states, whole samples to one side."""
-        samples = self.sample_id.unique()
-        num_held_out = max(1, round(len(samples) * held_out))
-        outside = torch.isin(self.sample_id, samples[-num_held_out:])
-        return self.take(~outside), self.take(outside)
+    def to(self, device: torch.device) -> Trajectories:
+        """The same on another device."""
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved)
+
+    def split(self, *, share: float) -> tuple[Trajectories, Trajectories]:
+        """(the rest, about `share` of the prompts): whole prompts to one side, those of one id to
+        the same side whatever the job. At least one prompt is set apart.
+        """
+        apart = self.place < share
+        if not bool(apart.any()):
+            apart = self.place == self.place.min()
+        return self.take(~apart), self.take(apart)
+
+    def halves(self) -> tuple[Trajectories, Trajectories]:
+        """Two halves by whole prompts; the first one has none where there is one prompt only."""
+        places = self.place.unique()
+        first = torch.isin(self.place, places[: len(places) // 2])
+        return self.take(first), self.take(~first)
+
+    def some(self, most: int, *, seed: int) -> Trajectories:
+        """At most so many of its states, drawn by the seed."""
+        if len(self) <= most:
+            return self
+        generator = torch.Generator().manual_seed(seed)
+        return self.take(torch.randperm(len(self), generator=generator)[:most])
+
+
+_TENSORS = tuple(field.name for field in fields(Trajectories) if field.name != "source")
 
 
 def load_trajectories(paths: Sequence[Path]) -> Trajectories:
@@ -81,47 +126,58 @@ def load_trajectories(paths: Sequence[Path]) -> Trajectories:
     Raises ValueError naming the path where it is no finished job, recorded nothing, or is of
     another model than the first.
     """
-    parts = [_read_job(path) for path in paths]
-    if not parts:
+    if not paths:
         raise ValueError("no job to read trajectories from")
-    metadata = parts[0].metadata
-    for path, part in zip(paths, parts, strict=True):
-        for name in ("weights", "block_length"):
-            if part.metadata[name] != metadata[name]:
+    jobs = [JobDirectory.open(path) for path in paths]
+    sources = [_source(path, job) for path, job in zip(paths, jobs, strict=True)]
+    for path, source in zip(paths, sources, strict=True):
+        for name in ("weights", "block_length", "noise_key"):
+            first, other = getattr(sources[0], name), getattr(source, name)
+            if other != first:
                 raise ValueError(
                     f"{path}: recorded from another model than {paths[0]} "
-                    f"({name} {part.metadata[name]} against {metadata[name]})"
+                    f"({name} {other} against {first})"
                 )
-    offset = 0
-    sample_ids = []
-    for part in parts:  # sample ids of different jobs are different samples
-        sample_ids.append(part.sample_id + offset)
-        offset += int(part.sample_id.max()) + 1
-    return Trajectories(
-        sample_id=torch.cat(sample_ids),
-        start=torch.cat([part.start for part in parts]),
-        num_committed=torch.cat([part.num_committed for part in parts]),
-        noise_key=torch.cat([part.noise_key for part in parts]),
-        temperature=torch.cat([part.temperature for part in parts]),
-        masked=torch.cat([part.masked for part in parts]),
-        log_prob=torch.cat([part.log_prob for part in parts]),
-        ids=torch.cat([part.ids for part in parts]),
-        positions=torch.cat([part.positions for part in parts]),
-        tokens=torch.cat([part.tokens for part in parts]),
-        metadata=metadata,
+    names = [job.fingerprint for job in jobs]
+    for path, name in zip(paths, names, strict=True):
+        if names.count(name) > 1:
+            raise ValueError(f"{path}: the same job is given twice")
+    parts = [
+        _read_job(path, job, source, index)
+        for index, (path, job, source) in enumerate(zip(paths, jobs, sources, strict=True))
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS
+    }
+    return replace(parts[0], **joined, source=replace(sources[0], jobs=tuple(names)))
+
+
+def _source(path: Path, job: JobDirectory) -> Source:
+    """What a job recorded from. Raises ValueError where it cannot be read from."""
+    if not job.is_complete:
+        raise ValueError(f"{path}: the job is not complete; resume it first")
+    if job.spec.output.prefix + "trajectory" not in job.schema.names:
+        raise ValueError(f"{path}: no trajectories; record them with output.include: trajectory")
+    return Source(
+        target=Path(job.spec.model.target.path).name,
+        weights=str(job.fields["model.weights"]),
+        block_length=cast(int, job.fields["model.block_length"]),
+        noise_key=job.spec.generation.advanced.noise_key,
+        jobs=(job.fingerprint,),
     )
 
 
-def _read_job(path: Path) -> Trajectories:
-    job = JobDirectory.open(path)
-    if not job.is_complete:
-        raise ValueError(f"{path}: the job is not complete; resume it first")
-    name = job.spec.output.prefix + "trajectory"
-    if name not in job.schema.names:
-        raise ValueError(f"{path}: no trajectories; record them with output.include: trajectory")
-    fields = json.loads(job.fingerprint_path.read_text(encoding="utf-8"))["fields"]
-    table = dataset(job.data, format="ipc").to_table(columns=[name])
-    column = table[name].combine_chunks()
+def _read_job(path: Path, job: JobDirectory, source: Source, index: int) -> Trajectories:
+    prefix, generation = job.spec.output.prefix, job.spec.generation
+    try:
+        table = dataset(job.data, format="ipc").to_table(
+            columns=[prefix + "trajectory", prefix + "custom_id"]
+        )
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path}: its parts cannot be read ({error})") from error
+    column = table[prefix + "trajectory"].combine_chunks()
     states = pc.struct_field(column, "states")
     per_sample = pc.list_value_length(states).fill_null(0).to_numpy().astype(np.int64)
     flat = pc.list_flatten(states)
@@ -133,25 +189,37 @@ def _read_job(path: Path) -> Trajectories:
     width = masked.shape[1]
     log_prob = _even(pc.struct_field(flat, "log_prob"), num).reshape(num, width, -1)
     ids = _even(pc.struct_field(flat, "ids"), num).reshape(num, width, -1)
+    if width != source.block_length or ids.shape[2] > TOP_K:
+        raise ValueError(
+            f"{path}: recorded {width} positions of top-{ids.shape[2]}; "
+            f"want {source.block_length} of at most top-{TOP_K}"
+        )
+    places = np.array([_place(each) for each in table[prefix + "custom_id"].to_pylist()])
     keys = pc.struct_field(column, "noise_key").fill_null(0).to_numpy().astype(np.int64)
-    heat = pc.struct_field(column, "temperature").fill_null(0.0).to_numpy()
+    heat = pc.struct_field(column, "temperature").fill_null(0.0).to_numpy().astype(np.float32)
+    top_p = 1.0 if generation.top_p is None else generation.top_p
     return Trajectories(
-        sample_id=torch.from_numpy(sample),
+        job=torch.full((num,), index, dtype=torch.int64),
+        place=torch.from_numpy(places[sample]),
         start=_integers(pc.struct_field(flat, "start")),
         num_committed=_integers(pc.struct_field(flat, "num_committed")),
         noise_key=torch.from_numpy(keys[sample]),
         temperature=torch.from_numpy(heat[sample]),
+        top_p=torch.full((num,), top_p, dtype=torch.float32),
+        top_k=torch.full((num,), generation.top_k or 0, dtype=torch.int64),
         masked=torch.from_numpy(masked),
         log_prob=torch.from_numpy(log_prob),
         ids=torch.from_numpy(ids),
         positions=_padded(pc.struct_field(flat, "positions"), width),
         tokens=_padded(pc.struct_field(flat, "tokens"), width),
-        metadata={
-            "target": Path(job.spec.model.target.path).name,
-            "weights": str(fields["model.weights"]),
-            "block_length": str(width),
-        },
+        source=source,
     )
+
+
+def _place(custom_id: str) -> float:
+    """A prompt's place in [0, 1), from its id alone."""
+    digest = hashlib.blake2b(custom_id.encode(), digest_size=6, person=b"spot-split")
+    return int.from_bytes(digest.digest(), "little") / 2.0**48
 
 
 def _even(column: pa.Array, num: int) -> NDArray[Any]:

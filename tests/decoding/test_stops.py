@@ -11,7 +11,7 @@ from spot_batch.decoding import Engine, EngineSettings
 from spot_batch.decoding.stops import End, cut_at_text, find_end
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.records import Completion, Request, SamplingParams
-from spot_batch.targets.qwen3 import BlockTarget, load_target
+from spot_batch.targets.block import BlockTarget, load_target
 from spot_batch.targets.registry import load_tokenizer, resolve_model
 from tests.models import write_target
 

@@ -19,15 +19,13 @@ from tests.exact.harness import decode_all
 from tests.exact.mock_target import IntegerTarget
 from tests.exact.reference import decode
 
-MANY_WAVES = 100
-
 Known = Callable[[Key], Mapping[Key, float]]
 """A drafter written down: the commits that may follow a state, and how probable they are."""
 
 
-def grown(known: Known, tree: DraftTree, *, max_waves: int = MANY_WAVES) -> DraftTree:
+def grown(known: Known, tree: DraftTree) -> DraftTree:
     """Grow a tree to its end, wave by wave, as the engine does."""
-    while asked := tree.frontier(max_waves=max_waves):
+    while asked := tree.frontier():
         for key in asked:
             tree.expand(key, [Edge(commits, weight) for commits, weight in known(key).items()])
         tree.select()
@@ -85,7 +83,7 @@ def test_states_that_two_orders_reach_add_their_masses() -> None:
 def test_one_guess_given_twice_counts_twice_and_two_tokens_of_one_position_are_two_states() -> None:
     other = (0, 8)
     tree = DraftTree(num_masked=3, budget=5, gamma=0.0, crossing=False)
-    (root,) = tree.frontier(max_waves=1)
+    (root,) = tree.frontier()
     tree.expand(root, [Edge((A,), 0.3), Edge((other,), 0.25), Edge((A,), 0.2)])
     tree.select()
     assert tree.selected == pytest.approx({ROOT: 1.0, (A,): 0.5, (other,): 0.25})
@@ -133,16 +131,16 @@ def test_a_crossing_too_dear_makes_room_for_the_next_best() -> None:
     assert list(tree.drafted()) == [(A,), (B,)]  # (A, B) has 0.45 and needs two of one left
 
 
-def test_growth_ends_after_its_waves_and_asks_about_no_state_twice() -> None:
+def test_growth_ends_with_the_budget_and_asks_about_no_state_twice() -> None:
     asked: list[Key] = []
 
     def known(key: Key) -> Mapping[Key, float]:
         asked.append(key)
         return {((len(key), 7),): 1.0}
 
-    tree = grown(known, DraftTree(num_masked=30, budget=20, gamma=0.0, crossing=True), max_waves=4)
-    assert len(tree.drafted()) == 4
-    assert asked == [tuple((at, 7) for at in range(depth)) for depth in range(4)]
+    tree = grown(known, DraftTree(num_masked=30, budget=20, gamma=0.0, crossing=True))
+    assert len(tree.drafted()) == 20
+    assert asked == [tuple((at, 7) for at in range(depth)) for depth in range(20)]
 
 
 random_trees = st.recursive(

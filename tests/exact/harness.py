@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from spot_batch.drafters.base import Drafter, Proposals, TokenGate
 from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import Completion, NoiseKey, Request, Trajectory
+from spot_batch.records import Completion, NoiseKey, Request, SamplingParams, Trajectory
 from spot_batch.targets.slots import Target
 from tests.exact.reference import Commits
+from tests.slots import NUM_LETTERS
 
 DRAFTERS = ("none", "random", "adversarial", "oracle", "ranking", "order")
 
@@ -178,6 +180,43 @@ def decode_all(
             engine.add(late.pop(0))
     assert len(done) == len(requests), f"{len(requests)} went in, {len(done)} came out"
     return done
+
+
+def mixed_requests(*, num: int, max_new_tokens: int, lengths: Sequence[int]) -> list[Request]:
+    """Prompts of these lengths; every temperature, filter and rule has its turn."""
+    rng = Random(8)
+    rules = ("max", "sampled", "sampled_tempered", "sampled_filtered")
+    return [
+        Request(
+            sample_id=index,
+            prompt_ids=tuple(rng.randrange(NUM_LETTERS) for _ in range(lengths[index])),
+            noise_key=rng.getrandbits(64),
+            params=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=(0.0, 1.0, 0.6)[index % 3],
+                top_p=(1.0, 0.9)[index % 2],
+                confidence=rules[index % 4],
+                unmasking=("single", "single", "single", "threshold")[index % 4],
+                threshold=0.5,
+                stop_at="never",
+            ),
+        )
+        for index in range(num)
+    ]
+
+
+def trace_of(done: Completion, *, width: int) -> Trace:
+    """How an untrimmed sample came about, read off its commit steps."""
+    steps: dict[int, list[tuple[int, int]]] = {}
+    for index, (token, step) in enumerate(zip(done.token_ids, done.commit_step, strict=True)):
+        steps.setdefault(step, []).append((done.num_prompt_tokens + index, token))
+    return [
+        (
+            steps[step][0][0] // width * width,
+            tuple((position % width, token) for position, token in steps[step]),
+        )
+        for step in sorted(steps)
+    ]
 
 
 def same_sample(ours: Completion, theirs: Completion) -> bool:

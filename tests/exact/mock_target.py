@@ -122,7 +122,7 @@ class IntegerTarget:
         """One forward; writes the slots marked `store` into the cache."""
         assert isinstance(cache, IntegerCache), type(cache)
         ids, start = slots.ids.numpy(), slots.start.numpy()
-        row, parent = slots.row.numpy(), slots.parent.numpy()
+        row, sees = slots.row.numpy(), slots.sees.numpy()
         self._check(slots)
         store = slots.store.numpy()
         # Blocks that are stored see each other, so in the order in which they stand.
@@ -130,14 +130,14 @@ class IntegerTarget:
             now = np.flatnonzero(store & (start == at))
             entries = self._entries(ids[now], start[now], cache.seen(row[now], start[now]))
             cache.stored[row[now], at : at + self._block_length] = entries
-        seen = cache.seen(row, start)
-        entries = self._entries(ids, start, seen)
-        second = np.flatnonzero(parent >= 0)
-        if len(second):
-            first = parent[second]
+        seen = cache.seen(row, start[sees[:, 0]])
+        entries = np.empty(ids.shape, dtype=np.uint64)
+        # A slot that sees others stands behind them, so in the order of how many these are.
+        for depth in range(sees.shape[1]):
+            now = np.flatnonzero((sees >= 0).sum(axis=1) == depth + 1)
             with np.errstate(over="ignore"):
-                below = cache.seen(row[second], start[first])
-                seen[second] = below + entries[first].sum(axis=1, dtype=np.uint64)
+                seen[now] += entries[sees[now, :depth]].sum(axis=(1, 2), dtype=np.uint64)
+            entries[now] = self._entries(ids[now], start[now], seen[now])
         keep = slots.keep.numpy()
         unmasked = (ids[keep] != self._mask_id).all(axis=1)
         kept = IntegerKept(entries[keep], unmasked | (not self._clean_is_unmasked))
@@ -198,14 +198,15 @@ class IntegerTarget:
 
     def _check(self, slots: SlotBatch) -> None:
         """What the engine owes a target."""
-        ids, parent = slots.ids, slots.parent
+        ids, sees = slots.ids, slots.sees
         assert ids.shape[1] == self._block_length, tuple(ids.shape)
         assert bool((slots.start % self._block_length == 0).all()), "slots are aligned"
         unmasked = bool((ids[slots.store] != self._mask_id).all())
         assert unmasked or not self._clean_is_unmasked, "a stored slot holds a mask"
         assert not bool((slots.store & slots.keep).any()), "stored or kept, not both"
-        second = torch.nonzero(parent >= 0).squeeze(1)
-        first = parent[second]
-        assert bool((slots.start[first] + self._block_length == slots.start[second]).all())
-        assert bool((slots.row[first] == slots.row[second]).all()), "a parent is of its own row"
-        assert bool((parent[first] < 0).all()), "a parent has no parent"
+        for slot, seen in enumerate(sees.tolist()):
+            chain = [at for at in seen if at >= 0]
+            assert chain[-1] == slot, "a slot sees what stands before it, not behind"
+            for place, at in enumerate(chain):
+                assert sees[at, : place + 1].tolist() == chain[: place + 1], "a chain sees its own"
+                assert int(slots.start[at]) == int(slots.start[chain[0]]) + place * ids.shape[1]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spot_batch.decoding import EngineSettings, engine
+from spot_batch.decoding import EngineSettings
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.records import Completion, Request, SamplingParams
 from tests.exact.harness import (
@@ -345,21 +345,19 @@ def test_the_cases_cover_the_product_of_the_settings() -> None:
     assert num_sequences >= 10_000, num_sequences
 
 
-def floor_of_forwards(
-    *, width: int, num_blocks: int, budget: int, crossing: bool, num_waves: int
-) -> int:
+def floor_of_forwards(*, width: int, num_blocks: int, budget: int, crossing: bool) -> int:
     """Forwards of a drafter that is always right, one commit a state, prompt of whole blocks.
 
-    A block's first forward has nothing to draft from unless the block before was crossed; a chain
-    takes one wave a state; a crossing takes two slots and is worth one commit of the next block.
+    A block's first forward has nothing to draft from unless the block before was crossed; a
+    crossing takes two slots and is worth one commit of the next block.
     """
     num_forwards, block, left, stale = 0, 0, width, False
     while block < num_blocks:
         num_forwards += 1
-        drafted = min(budget, num_waves, left - 1) if stale else 0
+        drafted = min(budget, left - 1) if stale else 0
         # The states before it, then two slots for the complete one and the block behind it.
         crosses = stale and crossing and block + 1 < num_blocks
-        crosses = crosses and budget >= (left - 1) + 2 and num_waves >= left
+        crosses = crosses and budget >= (left - 1) + 2
         left = 0 if crosses else left - drafted - 1
         stale = True
         if left == 0:
@@ -384,13 +382,7 @@ def test_a_drafter_that_is_always_right_reaches_the_floor(
     oracle = OracleDrafter(traces_of(target, [request]))
     settings = EngineSettings(max_sequences=1, budget=budget, crossing=crossing)
     (done,) = decode_all(target, oracle, settings, [request])
-    floor = floor_of_forwards(
-        width=width,
-        num_blocks=num_blocks,
-        budget=budget,
-        crossing=crossing,
-        num_waves=engine._MAX_WAVES,
-    )
+    floor = floor_of_forwards(width=width, num_blocks=num_blocks, budget=budget, crossing=crossing)
     assert done.num_draft_free_forwards == width * num_blocks
     assert done.stats.num_forwards == floor
     if budget == 0:

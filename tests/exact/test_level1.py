@@ -1,8 +1,8 @@
 """Level 1: on real bodies a slot's bits depend on its own sample only.
 
-The body that counts is four random layers of width 1024, in bfloat16 and float32, on one thread and
-on two. The first test says how much there is to see on this machine: without tiles some row counts
-do give other bits.
+The body that counts is four random layers of width 1024, in bfloat16 and float32, on one to four
+threads; test_threads.py has sizes that nobody publishes. The first test says how much there is to
+see on this machine: without tiles some row counts do give other bits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
 
 from spot_batch.decoding import EngineSettings
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.records import Completion, Request, SamplingParams
+from spot_batch.records import Request, SamplingParams
 from spot_batch.targets import rows as rows_module
 from spot_batch.targets.attention import KVCache, SlotAttention
-from spot_batch.targets.qwen3 import BlockTarget, load_target, qwen3_config
-from spot_batch.targets.registry import ModelError, ModelInfo, resolve_model
+from spot_batch.targets.block import BlockTarget, load_target
+from spot_batch.targets.registry import ModelInfo, resolve_model
 from spot_batch.targets.slots import Hidden, SlotBatch
-from tests.exact.harness import OracleDrafter, Tally, Trace, bits_equal, decode_all, same_sample
+from tests.exact.harness import (
+    OracleDrafter,
+    Tally,
+    bits_equal,
+    decode_all,
+    mixed_requests,
+    same_sample,
+    trace_of,
+)
 from tests.exact.reference import decode
-from tests.models import write_target
+from tests.families import write_checkpoint
+from tests.models import attend, plain_model, write_target
+from tests.slots import NUM_LETTERS, canvas, chain, clean_slots, joined, letters, seeded, slots_of
 
 pytestmark = pytest.mark.exact
 
@@ -41,7 +50,6 @@ WIDE = {
     "head_dim": 64,
     "intermediate_size": 2816,
 }
-NUM_LETTERS = 256  # the byte tokens; special ones stand behind them
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +65,13 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="session")
+def moe_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small bodies with experts; test_families.py has wide ones."""
+    at = tmp_path_factory.mktemp("moe")
+    return {family: write_checkpoint(at / family, family) for family in ("sdar-moe", "llada2")}
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """A target, loaded on so many threads (its tiles are proven on them)."""
@@ -70,19 +85,28 @@ class Body:
     params=[
         pytest.param(("small", "float32", 1), id="small-float32-1"),
         pytest.param(("small", "bfloat16", 2), id="small-bfloat16-2"),
+        pytest.param(("small", "float32", 3), id="small-float32-3"),
+        pytest.param(("sdar-moe", "float32", 1), id="sdar-moe-float32-1"),
+        pytest.param(("llada2", "bfloat16", 1), id="llada2-bfloat16-1"),
         pytest.param(("wide", "float32", 1), id="wide-float32-1", marks=pytest.mark.slow),
         pytest.param(("wide", "float32", 2), id="wide-float32-2", marks=pytest.mark.slow),
+        pytest.param(("wide", "float32", 3), id="wide-float32-3", marks=pytest.mark.slow),
         pytest.param(("wide", "bfloat16", 1), id="wide-bfloat16-1"),
         pytest.param(("wide", "bfloat16", 2), id="wide-bfloat16-2", marks=pytest.mark.slow),
+        pytest.param(("wide", "bfloat16", 4), id="wide-bfloat16-4", marks=pytest.mark.slow),
     ],
 )
 def body(
-    request: pytest.FixtureRequest, small_info: ModelInfo, wide_folder: Path
+    request: pytest.FixtureRequest,
+    small_info: ModelInfo,
+    wide_folder: Path,
+    moe_folders: dict[str, Path],
 ) -> Iterator[Body]:
     size, dtype, num_threads = request.param
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    info = small_info if size == "small" else resolve_model(str(wide_folder))
+    folders = {"small": small_info.path, "wide": wide_folder, **moe_folders}
+    info = resolve_model(str(folders[size]))
     yield Body(load_target(info, dtype=dtype), f"{size} {dtype} {num_threads}")
     torch.set_num_threads(before)
 
@@ -117,36 +141,6 @@ def make_scene(target: BlockTarget, *, seed: int = 0) -> Scene:
     return Scene(cache, prefixes, slots_of(ids, start=start, row=row))
 
 
-def letters(num_slots: int, width: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, NUM_LETTERS, (num_slots, width), generator=generator)
-
-
-def slots_of(ids: Tensor, *, start: Tensor, row: Tensor) -> SlotBatch:
-    """Slots that are neither stored nor kept."""
-    no = torch.zeros(len(ids), dtype=torch.bool)
-    return SlotBatch(ids, start, row, torch.full((len(ids),), -1), no, no)
-
-
-def clean_slots(blocks: Tensor, *, row: int, first: int = 0) -> SlotBatch:
-    """Finished blocks of one row, to be stored from block `first` on."""
-    num_slots, width = blocks.shape
-    start = (first + torch.arange(num_slots)) * width
-    bare = slots_of(blocks, start=start, row=torch.full((num_slots,), row))
-    return replace(bare, store=torch.ones(num_slots, dtype=torch.bool))
-
-
-def joined(*batches: SlotBatch) -> SlotBatch:
-    """Batches one behind the other; none of them has parents."""
-    return SlotBatch(
-        torch.cat([batch.ids for batch in batches]),
-        torch.cat([batch.start for batch in batches]),
-        torch.cat([batch.row for batch in batches]),
-        torch.cat([batch.parent for batch in batches]),
-        torch.cat([batch.store for batch in batches]),
-        torch.cat([batch.keep for batch in batches]),
-    )
-
-
 def outcome(target: BlockTarget, hidden: Hidden) -> tuple[Tensor, Tensor]:
     """Final hidden rows and the logits that the head makes of them."""
     return hidden.rows, target.head(hidden.rows)
@@ -168,9 +162,8 @@ def differing(
     target: BlockTarget, scene: Scene, expected: list[tuple[Tensor, Tensor]], order: list[int]
 ) -> int:
     """How many of the states at `order` come out of one forward with other bits than alone."""
-    hidden, logits = outcome(
-        target, target.forward(scene.states.take(torch.tensor(order)), scene.cache)
-    )
+    states = joined(*(scene.states.take(torch.tensor([at])) for at in order))
+    hidden, logits = outcome(target, target.forward(states, scene.cache))
     return sum(
         not same((hidden[at : at + 1], logits[at : at + 1]), expected[state])
         for at, state in enumerate(order)
@@ -321,15 +314,9 @@ def test_a_clean_pass_fused_a_crossing_and_a_pass_alone_have_the_same_bits(body:
         assert same(outcome(target, Hidden(hidden.rows[-1:], hidden.kept)), expected), body.name
         assert kv_equal(apart, fused, row=row, end=start + width), body.name
         crossed = copy_of(scene.cache)
-        piece = joined(scene.states, clean, blank)
-        num = len(piece)
-        piece = replace(
-            piece,
-            store=torch.zeros(num, dtype=torch.bool),
-            keep=torch.arange(num) == num - 2,
-            parent=torch.where(torch.arange(num) == num - 1, num - 2, -1),
-        )
-        hidden = target.forward(piece, crossed)
+        drafted = torch.tensor([True, False])
+        pair = chain(torch.cat((finished, blank.ids)), start=start, row=row)
+        hidden = target.forward(joined(scene.states, replace(pair, keep=drafted)), crossed)
         assert kv_equal(scene.cache, crossed, row=row, end=start + width), "a draft was stored"
         assert same(outcome(target, Hidden(hidden.rows[-1:], hidden.kept)), expected), body.name
         crossed.adopt(hidden.kept, 0, row=row, start=start)
@@ -338,8 +325,41 @@ def test_a_clean_pass_fused_a_crossing_and_a_pass_alone_have_the_same_bits(body:
         assert same(outcome(target, again), expected), body.name
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def test_the_slots_of_a_canvas_have_the_same_bits_alone_and_in_company(body: Body) -> None:
+    """Canvases of so many slots, one long enough for keys of another padded length."""
+    target, width = body.target, body.target.block_length
+    scene = make_scene(target)
+    scene.cache.ensure(512)
+    canvases = [
+        canvas(
+            letters(num_slots, width, seeded(row)), start=len(scene.prefixes[row]) * width, row=row
+        )
+        for row, num_slots in ((0, 3), (1, 128 // width + 1), (2, 2))
+    ]
+    apart = [outcome(target, target.forward(piece, scene.cache)) for piece in canvases]
+    expected = tuple(torch.cat(parts) for parts in zip(*apart, strict=True))
+    together = joined(*canvases, scene.states)
+    for seed in range(3):
+        order = torch.randperm(len(together), generator=seeded(seed))
+        hidden = target.forward(together.take(order), scene.cache)
+        found = hidden.rows[order.argsort()][: len(expected[0])]
+        assert same(outcome(target, Hidden(found, hidden.kept)), expected), (body.name, seed)
+
+
+def test_a_chain_of_slots_has_the_bits_of_blocks_that_were_stored(body: Body) -> None:
+    target, width = body.target, body.target.block_length
+    scene = make_scene(target)
+    scene.cache.ensure(512)
+    for row in (0, 2):
+        start = len(scene.prefixes[row]) * width
+        blocks = letters(4, width, seeded(row))
+        company = canvas(blocks[:2], start=start, row=row)
+        pieces = joined(company, chain(blocks, start=start, row=row))
+        hidden = target.forward(pieces, scene.cache)
+        found = outcome(target, Hidden(hidden.rows[len(company) :], hidden.kept))
+        clean = clean_slots(blocks, row=row, first=start // width)
+        stored = outcome(target, target.forward(clean, scene.cache))
+        assert same(found, stored), body.name
 
 
 def copy_of(cache: KVCache) -> KVCache:
@@ -374,30 +394,6 @@ def test_keys_are_padded_by_a_slots_own_place_alone(small_info: ModelInfo) -> No
     for at in range(len(slots)):
         own = lengths(slots.take(torch.tensor([at])))
         assert own == {int(start[at]): together[int(start[at])]}
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_three_threads_are_refused_because_they_would_not_leave_a_slot_alone(
-    small_info: ModelInfo,
-) -> None:
-    """SiLU takes other instructions where three threads cut it: bits would depend on the batch."""
-    torch.set_num_threads(3)
-    with pytest.raises(ModelError, match="at most 2 CPU threads an actor, got 3"):
-        load_target(small_info, dtype="float32")
-    load_target(small_info, dtype="float32", canonical=False)
-
-
-def plain_model(info: ModelInfo, dtype: torch.dtype) -> Qwen3ForCausalLM:
-    """transformers' own model with its own attention: no slots, no tiles, no cache of ours."""
-    model = Qwen3ForCausalLM.from_pretrained(
-        info.path, config=qwen3_config(info), dtype=dtype, attn_implementation="eager"
-    )
-    return model.eval()
-
-
-def attend(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, n) bool, who sees whom -> the additive 4-D mask."""
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)[None, None]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -437,44 +433,6 @@ def test_cached_logits_are_those_of_a_full_forward_under_the_training_mask(
     assert spread > 0.5, f"logits spread by {spread}: the comparison would see nothing"
 
 
-def requests_for(
-    target: BlockTarget, *, num: int, max_new_tokens: int, lengths: list[int]
-) -> list[Request]:
-    rng = Random(8)
-    rules = ("max", "sampled", "sampled_tempered", "sampled_filtered")
-    return [
-        Request(
-            sample_id=index,
-            prompt_ids=tuple(rng.randrange(NUM_LETTERS) for _ in range(lengths[index])),
-            noise_key=rng.getrandbits(64),
-            params=SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=(0.0, 1.0, 0.6)[index % 3],
-                top_p=(1.0, 0.9)[index % 2],
-                confidence=rules[index % 4],
-                unmasking=("single", "single", "single", "threshold")[index % 4],
-                threshold=0.5,
-                stop_at="never",
-            ),
-        )
-        for index in range(num)
-    ]
-
-
-def trace_of(done: Completion, *, width: int) -> Trace:
-    """How an untrimmed sample came about, read off its commit steps."""
-    steps: dict[int, list[tuple[int, int]]] = {}
-    for index, (token, step) in enumerate(zip(done.token_ids, done.commit_step, strict=True)):
-        steps.setdefault(step, []).append((done.num_prompt_tokens + index, token))
-    return [
-        (
-            steps[step][0][0] // width * width,
-            tuple((position % width, token) for position, token in steps[step]),
-        )
-        for step in sorted(steps)
-    ]
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("dtype", "num_threads", "num"),
@@ -486,7 +444,7 @@ def test_drafted_samples_of_the_small_body_are_the_draft_free_ones(
     torch.set_num_threads(num_threads)
     target = load_target(small_info, dtype=dtype)
     lengths = [0, 3, 140, 13, 21, 6, 8, 1]
-    requests = requests_for(target, num=num, max_new_tokens=19, lengths=lengths)
+    requests = mixed_requests(num=num, max_new_tokens=19, lengths=lengths)
     variants = [
         (budget, crossing, max_sequences, max_slots)
         for budget, crossing in ((0, True), (4, True), (8, False), (20, True))
@@ -502,7 +460,7 @@ def test_drafted_samples_of_the_small_body_are_the_draft_free_ones(
 def test_drafted_samples_of_the_wide_body_are_the_draft_free_ones(body: Body, tally: Tally) -> None:
     """Prompts that end inside a block, so that the walk crosses into the next one."""
     num = 2 if torch.get_num_threads() == 1 else 1
-    requests = requests_for(body.target, num=num, max_new_tokens=36, lengths=[28, 60])
+    requests = mixed_requests(num=num, max_new_tokens=36, lengths=[28, 60])
     compare_engines(body.target, requests, [(6, True, 2, 1024)], tally)
 
 

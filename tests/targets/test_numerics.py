@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from spot_batch.targets.block import load_target
 from spot_batch.targets.numerics import NumericsMismatch, measure_numerics
-from spot_batch.targets.qwen3 import load_target
 from spot_batch.targets.registry import resolve_model
-from spot_batch.targets.rows import RowTiles, TiledLinear, proven_tiles
+from spot_batch.targets.rows import RowTiles, SlotActivation, TiledLinear, proven_tiles
 from tests.models import write_target
 
 
@@ -71,3 +71,31 @@ def test_rows_are_cut_into_proven_sizes_largest_first() -> None:
     assert RowTiles(4, (1, 2, 8)).plan(4 * 13) == (32, 8, 8, 4)
     assert RowTiles(4, (8,)).padded(13) == 16
     assert RowTiles(4, None).plan(4 * 13) == (52,)
+
+
+def test_only_canonical_numerics_cut_activations(folder: Path) -> None:
+    info = resolve_model(str(folder))
+    for canonical in (True, False):
+        modules = load_target(info, canonical=canonical).body.network.modules()
+        cut = [module for module in modules if isinstance(module, SlotActivation)]
+        assert len(cut) == (2 if canonical else 0), "one a layer"
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("activation", [torch.nn.SiLU(), torch.nn.Sigmoid()], ids=repr)
+def test_an_activation_cut_by_slot_gives_a_slot_the_same_bits_in_any_company(
+    activation: torch.nn.Module, num_threads: int
+) -> None:
+    width, num_slots = 5, 300
+    rows = torch.randn(1, num_slots * width, 41, generator=torch.Generator().manual_seed(0))
+    cut = SlotActivation(activation, width)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        alone = torch.cat([activation(slot.clone()) for slot in rows.split(width, dim=1)], dim=1)
+        uncut, together = activation(rows), cut(rows.clone())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
+    if torch.equal(uncut, alone):
+        pytest.skip("on this machine it does not depend on how many elements there are")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.targets.qwen3 import load_target
-from spot_batch.targets.registry import ModelError, resolve_model
-from tests.models import write_target
+from spot_batch.targets.block import load_target
+from spot_batch.targets.registry import ModelError, load_tokenizer, resolve_model
+from tests.families import write_checkpoint
+from tests.models import publish_tokenizer, write_target
 
 
 @pytest.fixture
@@ -26,6 +27,10 @@ def change_config(folder: Path, **changes: object) -> None:
         else:
             config[name] = value
     file.write_text(json.dumps(config))
+
+
+def change_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_the_folder_says_block_length_mask_and_stop_ids(folder: Path) -> None:
@@ -48,9 +53,100 @@ def test_the_tokenizer_says_the_mask_where_the_config_does_not(folder: Path) -> 
     assert resolve_model(str(folder)).mask_id == 259
 
 
-def test_what_is_given_wins(folder: Path) -> None:
-    info = resolve_model(str(folder), block_length=16, mask_id=261)
+def test_what_is_given_wins_and_who_says_otherwise_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = folder.rename(folder.with_name("SDAR-tiny-Chat-b32"))
+    info = resolve_model(str(wide), block_length=16, mask_id=261)
     assert (info.block_length, info.mask_id) == (16, 261)
+    assert info.warnings == (
+        f"{wide}: block length 16 of the spec is taken; config.json says 8, "
+        "the repository's name says 32",
+        f"{wide}: mask id 261 of the spec is taken; config.json says 259, the tokenizer says 259",
+    )
+    assert tuple(record.getMessage() for record in caplog.records) == info.warnings
+
+
+def test_facts_that_agree_are_not_warned_about(folder: Path) -> None:
+    assert resolve_model(str(folder), block_length=8, mask_id=259).warnings == ()
+
+
+def test_the_hubs_cache_is_known_by_its_repository(tmp_path: Path) -> None:
+    """Its folders are named by commits."""
+    snapshots = tmp_path / "models--JetLM--SDAR-tiny-Chat-b16" / "snapshots"
+    snapshots.mkdir(parents=True)
+    folder = write_target(tmp_path / "SDAR-tiny-Chat").rename(snapshots / ("c" * 40))
+    change_config(folder, block_size=None)
+    info = resolve_model(str(folder))
+    assert (info.block_length, info.commit) == (16, "c" * 40)
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_files"),
+    [("<|MASK|>", "<MASK>"), ("<|MASK|>", "<|MASK|>"), ("<MASK>", "<MASK>")],
+)
+def test_a_mask_that_two_files_spell_in_two_ways_is_one_id(
+    folder: Path, of_config: str, of_files: str
+) -> None:
+    """A tokenizer makes up another id for a spelling that no file knows."""
+    change_config(folder, mask_token_id=None)
+    publish_tokenizer(folder, mask_text=of_config, mask_text_of_files=of_files)
+    info = resolve_model(str(folder))
+    assert (info.mask_id, info.warnings) == (259, ())
+    assert info.forbidden_ids == (259, 260, 261, 262, 263)
+    assert len(load_tokenizer(info.path)) == 260
+
+
+def test_a_checkpoint_without_any_mask_is_refused(folder: Path) -> None:
+    change_config(folder, mask_token_id=None)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        if file.is_file():
+            change_json(file, mask_token=None)
+    with pytest.raises(ModelError, match=r"no mask id in the spec, config\.json or the tok"):
+        resolve_model(str(folder))
+
+
+def test_a_stop_text_that_no_file_names_is_found_and_a_mask_ends_nothing(folder: Path) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=259)
+    info = resolve_model(str(folder))
+    assert info.stop_ids == (256, 258)
+    assert info.warnings == (f"{folder}: mask id 259 is named as a stop id; it is none",)
+
+
+def test_a_tokenizer_without_the_familys_end_of_turn_is_warned_about(tmp_path: Path) -> None:
+    info = resolve_model(str(write_checkpoint(tmp_path / "mine", "llada2")))
+    assert info.warnings == (
+        f"{tmp_path / 'mine'}: the tokenizer has no <|role_end|> to end samples at",
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}, (0.6, 0.95, 20)),
+        ({"temperature": 0.6, "do_sample": False}, (0.0, 1.0, 0)),
+        ({}, (1.0, 1.0, 0)),
+    ],
+)
+def test_sampling_is_the_generation_configs(
+    folder: Path, said: dict[str, object], taken: tuple[float, float, int]
+) -> None:
+    change_json(folder / "generation_config.json", **said)
+    info = resolve_model(str(folder))
+    assert (info.temperature, info.top_p, info.top_k) == taken
+
+
+def test_sizes_that_cannot_be_are_named(folder: Path) -> None:
+    change_config(folder, num_key_value_heads=3)
+    with pytest.raises(ModelError, match="4 heads do not share 3 key heads evenly"):
+        resolve_model(str(folder))
+    change_config(folder, num_key_value_heads=2, hidden_size=0)
+    with pytest.raises(ModelError, match="hidden_size must be a whole number of at least 1, got 0"):
+        resolve_model(str(folder))
+    change_config(folder, hidden_size=64, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match="quantised weights are not supported"):
+        resolve_model(str(folder))
 
 
 def test_another_chat_template_is_another_model(folder: Path) -> None:
@@ -88,10 +184,39 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(folder: Path) -> None:
-    change_config(folder, architectures=["LlamaForCausalLM"])
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM is not supported; known: .*SDARFor"):
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Qwen3ForCausalLM", "Qwen3ForCausalLM is autoregressive: it has no mask id"),
+        ("GPT2LMHeadModel", "GPT2LMHeadModel is autoregressive: it has no mask id"),
+        ("DiffusionGemmaForBlockDiffusion", "starts from random tokens and replaces them"),
+        ("LLaDAModelLM", "is not offered yet: it attends to its whole canvas"),
+        ("DreamModel", "is not offered yet: it attends to its whole canvas"),
+        ("NovelModel", "NovelModel is not supported; known: LLaDA2MoeModelLM, SDARForCausalLM, "),
+    ],
+)
+def test_an_architecture_that_is_not_ours_is_refused_with_the_reason(
+    folder: Path, architecture: str, reason: str
+) -> None:
+    change_config(folder, architectures=[architecture], mask_token_id=None)
+    with pytest.raises(ModelError, match=reason):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("how", ["named", "said"])
+def test_a_model_that_edits_what_it_committed_is_refused(tmp_path: Path, how: str) -> None:
+    name = "LLaDA2.1-mini" if how == "named" else "mine"
+    changes = {} if how == "named" else {"editing_threshold": 0.5}
+    folder = write_checkpoint(tmp_path / name, "llada2", **changes)
+    with pytest.raises(ModelError, match=r"mask-to-token mode is not offered: take LLaDA2\.0"):
+        resolve_model(str(folder))
+
+
+def test_merged_weights_that_say_their_model_type_alone_are_llada2(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "merged", "llada2", stacked=True)
+    change_config(folder, architectures=None, model_type="llada2_moe_veomni")
+    info = resolve_model(str(folder))
+    assert (info.family.name, info.block_length, info.temperature) == ("llada2", 32, 0.0)
 
 
 def test_a_config_that_is_no_json_is_named(folder: Path) -> None:
@@ -105,39 +230,19 @@ def test_a_mask_outside_the_vocabulary_is_refused(folder: Path) -> None:
         resolve_model(str(folder), mask_id=9999)
 
 
-def test_a_folder_without_weights_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \.safetensors file"):
-        resolve_model(str(folder))
-
-
-def test_truncated_weights_are_refused(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="the weights cannot be loaded"):
-        load_target(resolve_model(str(folder)))
-
-
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     change_config(folder, num_hidden_layers=3)
-    with pytest.raises(ModelError, match="tensors do not fit the config"):
-        load_target(resolve_model(str(folder)))
+    message = r"11 tensors do not fit the config, the first: model\.layers\.2.* is missing"
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
 
 
 def test_rope_scaling_is_refused_not_ignored(folder: Path) -> None:
     change_config(folder, rope_scaling={"type": "yarn", "factor": 4.0})
     with pytest.raises(ModelError, match="rope_scaling"):
-        load_target(resolve_model(str(folder)))
+        resolve_model(str(folder))
 
 
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="dtype must be auto or one of"):
         load_target(resolve_model(str(folder)), dtype="float8")
-
-
-def test_sizes_that_canonical_numerics_do_not_hold_for_are_refused(tmp_path: Path) -> None:
-    """SiLU takes other instructions for what does not fill a vector register."""
-    odd = resolve_model(str(write_target(tmp_path / "odd", intermediate_size=90, block_length=5)))
-    with pytest.raises(ModelError, match="a multiple of 32, got 5 x 90"):
-        load_target(odd)
-    load_target(odd, canonical=False)

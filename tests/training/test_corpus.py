@@ -18,13 +18,15 @@ from spot_batch.training.corpus import (
     problem_at,
     problem_with_id,
     runs_as_asked,
+    tells_as_asked,
     write_prompts,
 )
 
+NUM_PROBLEMS = 600
 PROBLEMS = [
     problem_at(index, split="train", seed=3, level=level)
     for level in ("easy", "hard")
-    for index in range(400)
+    for index in range(NUM_PROBLEMS)
 ]
 
 
@@ -33,6 +35,8 @@ def spoilt(problem: Problem) -> str:
     if problem.kind == "code":
         head, body = problem.response.rsplit("return ", 1)
         return f"{head}return [{body}]"
+    if problem.kind == "story":
+        return problem.response.replace(problem.answer.split(", ")[-1], "stone")
     return problem.response.replace(f"answer is {problem.answer}.", f"answer is {problem.answer}1.")
 
 
@@ -86,11 +90,26 @@ def test_every_equation_of_a_word_problem_holds() -> None:
 
 
 def test_easy_numbers_stay_within_twenty() -> None:
-    for problem in PROBLEMS[:400]:
+    for problem in PROBLEMS[:NUM_PROBLEMS]:
         if problem.kind != "math":
             continue
         numbers = "".join(c if c.isdigit() else " " for c in problem.response).split()
         assert max(map(int, numbers)) <= 20, problem
+
+
+@pytest.mark.parametrize(
+    ("story", "fits"),
+    [
+        ("Once Tom saw a cup at home. It was old and big. Then he took it home.\nThe end.", True),
+        ("Once Tom saw a cup at home. It was old and big. Then he took it home.", False),
+        ("Once Tom saw a hat at home. It was old and big. Then he took it home.\nThe end.", False),
+        ("Once Tom saw a cup at home. It was old and big. It was old and big.\nThe end.", False),
+        ("Once Tom saw a cup at home. It was old and zig. Then he took it home.\nThe end.", False),
+        ("Once Tom saw a cup at home.\nThe end.", False),
+    ],
+)
+def test_a_story_is_told_as_asked_or_not(story: str, fits: bool) -> None:
+    assert tells_as_asked(story, ["Tom", "cup"]) == fits
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
@@ -136,3 +155,6 @@ def test_prompts_are_written_as_rows_that_can_be_checked(tmp_path: Path) -> None
             "kind": problem.kind,
             "answer": problem.answer,
         }
+    write_prompts(tmp_path / "mixed.jsonl", count=3, temperatures=(0.0, 1.5))
+    lines = (tmp_path / "mixed.jsonl").read_text().splitlines()
+    assert [json.loads(line)["temperature"] for line in lines] == [0.0, 1.5, 0.0]

@@ -1,6 +1,7 @@
 """The tokenizer, the trainer's resumption, the evaluation's loop and the exported folder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 from spot_batch.training.corpus import held_out_problems
 from spot_batch.training.evaluation import evaluate
-from spot_batch.training.export import export_random_target, export_target
+from spot_batch.training.export import export_random_target, export_target, gsm8k_note
+from spot_batch.training.gsm8k import ends_in_a_loop, gsm8k_figures, last_number
 from spot_batch.training.layout import block_causal
 from spot_batch.training.model import ModelSize, hidden_rows, make_model, tied_logits
-from spot_batch.training.samples import ExtraSource, SampleSource, render_prompt
+from spot_batch.training.samples import (
+    ExtraSource,
+    SampleSource,
+    read_exchanges,
+    render_prompt,
+)
 from spot_batch.training.target import (
+    RECIPES,
     Phase,
     TargetSettings,
     checkpoints,
@@ -167,6 +175,63 @@ def test_an_extra_source_is_mixed_in_by_its_share(
     mixed = [source.exchange(i, hard_share=0.5).question == "Who?" for i in range(400)]
     assert 150 < sum(mixed) < 250
     assert source.batch(3, 4, hard_share=0.5)[1:] == source.batch(4, 3, hard_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "Who?", "answer": "It is <<2+3=5>>5.\\n#### 5"}', "It is 5.\n#### 5"),
+        ('{"text": "Write f.", "code": "def f():\\r\\n    pass"}', "def f():\n    pass"),
+    ],
+)
+def test_gsm8k_and_mbpp_rows_are_read_as_published(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "extra.jsonl"
+    path.write_text(line + "\n\n")
+    assert [exchange.response for exchange in read_exchanges(path)] == [said]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no rows"),
+        ('{"question": "Who?", "response": "Me."}\n{"question": 3}\n', "line 2: want strings"),
+        ("{broken\n", "line 1: not JSON"),
+    ],
+)
+def test_a_bad_extra_source_is_named_by_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "extra.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_exchanges(path)
+
+
+def test_a_run_goes_on_with_the_settings_it_was_begun_with(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"was begun with weight_decay 0\.1, not 0\.2"):
+        train_target(replace(TINY, weight_decay=0.2), run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("block_length", [16, 32])
+def test_every_recipe_ends_at_the_block_length_it_exports(name: str, block_length: int) -> None:
+    settings = RECIPES[name](block_length, ())
+    assert settings.phases[-1].block_length == settings.block_length == block_length
+
+
+def test_gsm8k_is_scored_by_the_last_number_and_loops_are_seen(run: Path, tmp_path: Path) -> None:
+    assert last_number("It is 1,234.50 dollars.\n#### 1,234.5") == 1234.5
+    assert last_number("none") is None
+    assert ends_in_a_loop((9, *(1, 2, 3) * 4))
+    assert not ends_in_a_loop((9, *(1, 2, 3) * 3, 4))
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text('{"question": "2 and 3?", "answer": "#### 5"}\n{"question": "1?"}\n')
+    folder = tmp_path / "target"
+    export_random_target(run, folder, settings=TINY)
+    scores = gsm8k_figures(folder, path, limit=1, max_new_tokens=40)
+    assert scores.num_prompts == 1
+    gsm8k_note(folder, scores)
+    assert "GSM8K, 1 questions" in (folder / "README.md").read_text()
+    with pytest.raises(ValueError, match="line 2: want question and answer"):
+        gsm8k_figures(folder, path, limit=2)
 
 
 def test_a_tokenizer_is_trained_once(run: Path) -> None:

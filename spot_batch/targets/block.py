@@ -1,0 +1,189 @@
+"""Targets that decode blocks: a family's body over slots and a prefix cache, a float32 head."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spot_batch.targets.attention import KVCache, SlotAttention
+from spot_batch.targets.body import HEAD, Body
+from spot_batch.targets.dtypes import choose_dtype
+from spot_batch.targets.errors import ModelError
+from spot_batch.targets.experts import TILE_ROWS, tile_experts
+from spot_batch.targets.families import Family
+from spot_batch.targets.files import read_json
+from spot_batch.targets.llada2 import llada2_body
+from spot_batch.targets.qwen3 import qwen3_body, qwen3_moe_body
+from spot_batch.targets.registry import ModelInfo, check_weights
+from spot_batch.targets.rows import RowTiles, cut_activations, proven_tiles, tile_linears
+from spot_batch.targets.shapes import num_parameters, read_sizes, tensor_shapes
+from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
+from spot_batch.targets.weights import weight_files
+
+logger = logging.getLogger(__name__)
+
+BODIES: Mapping[str, Callable[..., Body]] = {
+    "sdar": qwen3_body,
+    "sdar-moe": qwen3_moe_body,
+    "llada2": llada2_body,
+}
+"""The network of each family, by the family's name."""
+
+
+class BlockTarget:
+    """A body that decodes blocks; one on a device, for many samples.
+
+    `canonical` runs linears and experts in proven tiles and on CPU activations slot by slot, so
+    that a slot's bits depend on its own sample only; without it any shape goes and outputs are not
+    reproducible.
+    """
+
+    def __init__(self, body: Body, info: ModelInfo, *, canonical: bool = True) -> None:
+        self.body = body
+        self._block_length = info.block_length
+        self._mask_id = info.mask_id
+        network = body.network
+        parameter = next(network.model.parameters())
+        self._device: torch.device = parameter.device
+        self._dtype: torch.dtype = parameter.dtype
+        self._head_weight = network.lm_head.weight
+        self._vocab_size = len(self._head_weight)
+        forbidden = torch.zeros(self._vocab_size, device=self._device)
+        forbidden[list(info.forbidden_ids)] = -math.inf
+        self._forbidden = forbidden
+        self.tiles = RowTiles(info.block_length, None)
+        self.expert_tiles = RowTiles(TILE_ROWS, None)
+        linears = tile_linears(network.model, self.tiles)
+        if canonical:
+            self.tiles.sizes = proven_tiles(linears, info.block_length)
+            experts = tile_experts(network.model, self.expert_tiles)
+            if experts:
+                self.expert_tiles.sizes = proven_tiles(experts[0].linears(), TILE_ROWS)
+            if self._device.type == "cpu":
+                for expert in experts:
+                    cut_activations(expert, TILE_ROWS)
+                cut_activations(network.model, info.block_length)
+
+    @property
+    def block_length(self) -> int:
+        return self._block_length
+
+    @property
+    def mask_id(self) -> int:
+        return self._mask_id
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the body; the head is float32."""
+        return self._dtype
+
+    def allocate(self, num_rows: int, num_positions: int) -> KVCache:
+        """A cache for so many samples in flight."""
+        sizes = self.body.sizes
+        return KVCache(
+            num_layers=sizes.num_layers,
+            num_rows=num_rows,
+            num_positions=num_positions,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
+        """One forward over the slots; see `SlotBatch` for what each of them sees."""
+        assert isinstance(cache, KVCache), type(cache)
+        num_slots, width = slots.ids.shape
+        run = slots.padded(self.tiles.padded(num_slots), fill=self._mask_id)
+        attention = SlotAttention.of(run, cache)
+        position = run.start[:, None] + torch.arange(width, device=self._device)
+        rows = self.body.run(
+            self.body.network.model, run.ids.view(1, -1), position.view(1, -1), attention
+        )
+        return Hidden(rows.view(len(run), width, -1)[:num_slots], attention.kept_kv())
+
+    @torch.inference_mode()
+    def head(self, rows: Tensor) -> Tensor:
+        """(n, W, d) hidden rows -> (n, W, V) float32 logits; W rows a call, whatever n."""
+        num_states, width, _ = rows.shape
+        logits = torch.empty(num_states, width, self._vocab_size, device=rows.device)
+        for index, state in enumerate(rows.float()):
+            torch.addmm(self._forbidden, state, self._head_weight.t(), out=logits[index])
+        return logits
+
+
+def meta_body(
+    config: Mapping[str, Any],
+    family: Family,
+    *,
+    where: str = "config.json",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Body:
+    """A family's network as a config.json describes it, without memory and without weights."""
+    sizes = read_sizes(config, family, where)
+    return BODIES[family.name](config, sizes, where=where, dtype=dtype)
+
+
+def load_target(
+    info: ModelInfo,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    canonical: bool = True,
+) -> BlockTarget:
+    """Load a target's weights onto a device; ModelError where they do not fit the config."""
+    device = torch.device(device)
+    file = info.path / "config.json"
+    body = meta_body(
+        read_json(file), info.family, where=f"{file}", dtype=_dtype(dtype, device, info)
+    )
+    check_weights(info)
+    body.materialise(device)
+    _read_weights(body, info.path)
+    return BlockTarget(body, info, canonical=canonical)
+
+
+def _read_weights(body: Body, path: Path) -> None:
+    """Copy every stored tensor to its place on the device, one at a time."""
+    places = {**body.published(), **body.stacked()}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118
+                    if name == HEAD and body.sizes.is_tied:
+                        continue  # some store the copy too
+                    places[name].copy_(stored.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: the weights cannot be loaded ({error})") from error
+    if body.sizes.is_tied:
+        body.tie_head()
+
+
+def _dtype(wanted: str, device: torch.device, info: ModelInfo) -> torch.dtype:
+    on_gpu = device.type == "cuda"
+    choice = choose_dtype(
+        wanted,
+        device=device.type,
+        has_bfloat16=on_gpu and torch.cuda.is_bf16_supported(),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        num_parameters=num_parameters(tensor_shapes(info.sizes, info.family)),
+    )
+    logger.info("%s: %s, %s", info.name, choice.name, choice.why)
+    dtype: torch.dtype = getattr(torch, choice.name)
+    return dtype
