@@ -118,7 +118,7 @@ def candidates(stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Cand
 def tail_mass(log_prob: Tensor) -> Tensor:
     """(..., K) descending log-probabilities -> (...,) the mass outside of them.
 
-    1 less their sum, where that is more than rounding; else what the last one lets expect: most
+    1 less their sum, but where that may be rounding no more than the last one lets expect: most
     commits are made at odds of e^10 and more, and it is these odds that are compared.
     """
     probability = log_prob.exp()
