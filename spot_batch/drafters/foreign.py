@@ -182,6 +182,7 @@ def _check_archive(path: Path, *, max_bytes: int) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
+    # zipfile raises NotImplementedError for a zip version that it does not read
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"{path}: not a whole torch file ({_first_line(error)}); "

@@ -182,7 +182,9 @@ def test_untiled_experts_depend_on_their_neighbours(
         "than alone where experts take their rows uncut, 0 where these are tiled"
     )
     if not num_differing:
-        pytest.skip("this machine's GEMMs do not depend on their number of rows")
+        pytest.skip(
+            "tiled rows agree, but on this machine untiled ones do as well: no defect shown"
+        )
 
 
 @pytest.mark.parametrize("family", ["sdar-moe", "llada2"])

@@ -107,4 +107,4 @@ def test_threads_and_odd_sizes_leave_a_slot_alone_where_activations_are_cut_by_s
     )
     assert cut == [0] * len(SIZES)
     if dtype == "float32" and not any(uncut):  # bfloat16 rounds it away
-        pytest.skip("this machine's activations do not depend on the batch here")
+        pytest.skip("cut slots agree, but on this machine uncut ones do as well: no defect shown")

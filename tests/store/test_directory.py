@@ -166,7 +166,7 @@ def test_a_creation_cut_short_by_a_later_version_is_not_taken_over(tmp_path: Pat
 def test_an_output_that_cannot_be_written_is_named() -> None:
     blocked = Path("/sys/spot-batch-test")  # refuses everybody, root too
     if not blocked.parent.is_dir():
-        pytest.skip("no /sys here")
+        pytest.skip("needs Linux's /sys, which refuses root too")
     with pytest.raises(OutputError, match="/sys/spot-batch-test: cannot be written"):
         JobDirectory(blocked).check_usable()
 
@@ -174,7 +174,7 @@ def test_an_output_that_cannot_be_written_is_named() -> None:
 def test_a_full_disk_is_told_from_a_bug() -> None:
     full = Path("/dev/full")
     if not full.exists():
-        pytest.skip("no /dev/full here")
+        pytest.skip("needs Linux's /dev/full, a disk that is always full")
     with pytest.raises(StorageFull, match="no space left; what is published is kept") as caught:
         write_durably(full, b"x" * 100_000)
     assert caught.value.errno == errno.ENOSPC

@@ -557,7 +557,7 @@ def test_audits_are_compared_by_text_where_tokens_are_not_kept(tmp_path: Path) -
 
 def test_a_disk_that_fills_up_within_a_part_is_told_from_a_bug(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full here")
+        pytest.skip("needs Linux's /dev/full, a disk that is always full")
     batch = pa.record_batch({"x": ["long text " * 10_000]})
     with pytest.raises(StorageFull, match="no space left"):
         _write_part(Path("/dev/full"), batch.schema, iter([batch]), "none")
