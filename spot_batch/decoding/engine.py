@@ -15,19 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spot_batch.decoding.drafting import Root, grow, noise_keys
 from spot_batch.decoding.recording import TrajectoryRecorder
 from spot_batch.decoding.stops import Decode, End, find_end
 from spot_batch.decoding.transition import Choice, Rule, States, transition
-from spot_batch.decoding.tree import ROOT, DraftTree, Edge, Key
+from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
-from spot_batch.drafters.stale import (
-    COMMITTED,
-    MASKED,
-    SINCE,
-    Queries,
-    StaleStore,
-    top_log_probs,
-)
+from spot_batch.drafters.stale import StaleStore, top_log_probs
 from spot_batch.records import Completion, Request, SampleStats
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
@@ -346,76 +340,36 @@ class Engine:
 
     def _draft(self) -> list[DraftTree | None]:
         """A grown tree for each sample that has stale distributions and may be drafted."""
-        trees: list[DraftTree | None] = []
-        for sample in self._samples:
-            wanted = sample.stale_masked is not None and not sample.request.draft_free
-            if self._drafter is None or not self._settings.budget or not wanted:
-                trees.append(None)
-                continue
-            trees.append(
-                DraftTree(
-                    num_masked=sum(sample.masked),
-                    budget=self._settings.budget,
-                    gamma=self._settings.gamma,
-                    crossing=self._settings.crossing and sample.start + sample.width < sample.end,
-                )
-            )
-        while True:
-            asked = [
-                (sample, tree, key)
-                for sample, tree in zip(self._samples, trees, strict=True)
-                if tree is not None
-                for key in tree.frontier()
-            ]
-            if not asked:
-                return trees
-            self._expand(asked)
-
-    def _expand(self, asked: Sequence[tuple[_Sample, DraftTree, Key]]) -> None:
-        """Ask the drafter about one wave of hypothetical states of all samples."""
-        assert self._drafter is not None
-        device = self._target.device
-        status = []
-        for sample, _, key in asked:
-            assert sample.stale_masked is not None
-            of_state = [
-                MASKED if masked else (SINCE if stale else COMMITTED)
-                for masked, stale in zip(sample.masked, sample.stale_masked, strict=True)
-            ]
-            for position, _ in key:
-                of_state[position] = SINCE
-            status.append(of_state)
-        params = [sample.request.params for sample, _, _ in asked]
-        queries = Queries(
-            row=torch.tensor([sample.row for sample, _, _ in asked], device=device),
-            status=torch.tensor(status, device=device),
-            start=torch.tensor([sample.start for sample, _, _ in asked], device=device),
-            num_committed=torch.tensor(
-                [sample.num_committed + len(key) for sample, _, key in asked], device=device
-            ),
-            noise_key=_keys([sample.request.noise_key for sample, _, _ in asked], device),
-            temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
+        trees: list[DraftTree | None] = [None] * len(self._samples)
+        if self._drafter is None or not self._settings.budget:
+            return trees
+        found = [(index, self._root(sample)) for index, sample in enumerate(self._samples)]
+        roots = {index: root for index, root in found if root is not None}
+        grown = grow(
+            self._drafter,
+            self._stale,
+            list(roots.values()),
+            budget=self._settings.budget,
+            gamma=self._settings.gamma,
         )
-        proposals = self._drafter.propose(self._stale, queries, asked[0][0].rule.noise_key)
-        for (_, tree, key), weights, positions, tokens in zip(
-            asked,
-            proposals.weight.tolist(),
-            proposals.position.tolist(),
-            proposals.token.tolist(),
-            strict=True,
-        ):
-            tree.expand(
-                key,
-                [
-                    Edge(((at, tok),), mass)
-                    for mass, at, tok in zip(weights, positions, tokens, strict=True)
-                    if mass > 0.0
-                ],
-            )
-        for tree in {id(tree): tree for _, tree, _ in asked}.values():
-            tree.select()
+        for index, tree in zip(roots, grown, strict=True):
+            trees[index] = tree
+        return trees
+
+    def _root(self, sample: _Sample) -> Root | None:
+        """The sample's current state as what a tree stands on; None where nothing is drafted."""
+        if sample.stale_masked is None or sample.request.draft_free:
+            return None
+        return Root(
+            row=sample.row,
+            start=sample.start,
+            masked=sample.masked,
+            stale_masked=sample.stale_masked,
+            num_committed=sample.num_committed,
+            noise_key=sample.request.noise_key,
+            params=sample.request.params,
+            crossing=self._settings.crossing and sample.start + sample.width < sample.end,
+        )
 
     def _forward(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
         """Hidden rows of all slots, and where the KV of each kept slot is."""
@@ -467,7 +421,7 @@ class Engine:
             masked=torch.tensor([sample.masked for sample in samples], device=device),
             start=torch.tensor([sample.start for sample in samples], device=device),
             num_committed=torch.tensor([sample.num_committed for sample in samples], device=device),
-            noise_key=_keys([sample.request.noise_key for sample in samples], device),
+            noise_key=noise_keys([sample.request.noise_key for sample in samples], device),
             temperature=torch.tensor(
                 [sample.request.params.temperature for sample in samples], device=device
             ),
@@ -548,9 +502,3 @@ class Engine:
 def _commits(token: Sequence[int], commit: Sequence[bool]) -> Key:
     """(W,) proposals and the positions to fix -> what is committed."""
     return tuple((position, token[position]) for position, fixed in enumerate(commit) if fixed)
-
-
-def _keys(keys: Sequence[int], device: torch.device) -> Tensor:
-    """64-bit keys as int64."""
-    wrapped = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
-    return torch.tensor(wrapped, dtype=torch.int64, device=device)

@@ -62,13 +62,15 @@ def top_log_probs(logits: Tensor, masked: Tensor, width: int) -> tuple[Tensor, T
 class Queries:
     """Hypothetical states to draft from, of any samples.
 
-    row (q,) of the stale store; status (q, W) int64, one of COMMITTED, SINCE, MASKED; start (q,)
-    absolute position of the block; num_committed (q,) tokens generated in the block;
+    row (q,) of the stale store; status (q, W) int64, one of COMMITTED, SINCE, MASKED; guessed
+    (q, W) bool, committed in this hypothetical state only, not in the sample's current one; start
+    (q,) absolute position of the block; num_committed (q,) tokens generated in the block;
     noise_key (q,); temperature, top_p (q,) float32; top_k (q,) int64.
     """
 
     row: Tensor
     status: Tensor
+    guessed: Tensor
     start: Tensor
     num_committed: Tensor
     noise_key: Tensor

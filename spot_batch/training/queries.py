@@ -130,9 +130,12 @@ def _stale(part: Trajectories) -> StaleStore:
 
 
 def _queries(part: Trajectories, status: Tensor, depth: Tensor) -> Queries:
+    # A state's own commit is what the forward gave; those after it are guesses.
+    own = torch.zeros_like(part.masked).scatter(1, part.positions[:, :1], value=True)
     return Queries(
         row=torch.arange(len(part), device=status.device),
         status=status,
+        guessed=(status == SINCE) & ~own,
         start=part.start,
         num_committed=part.num_committed + depth,
         noise_key=part.noise_key,
