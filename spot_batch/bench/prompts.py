@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from spot_batch.inputs.ids import noise_key
 from spot_batch.records import Request, SamplingParams
 from spot_batch.targets.registry import ModelInfo, load_tokenizer
@@ -43,21 +45,25 @@ def make_requests(
 ) -> list[Request]:
     """A request a question, as a job would make it."""
     tokenizer = load_tokenizer(info.path)
-    requests = []
-    for index, question in enumerate(questions):
-        text: str = question
-        if info.has_chat_template:
-            rendered = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-            )
-            assert isinstance(rendered, str)
-            text = rendered
-        requests.append(
-            Request(
-                sample_id=index,
-                prompt_ids=tuple(tokenizer.encode(text, add_special_tokens=False)),
-                noise_key=noise_key(seed, str(index), 0),
-                params=params,
-            )
+    return [
+        Request(
+            sample_id=index,
+            prompt_ids=tuple(
+                tokenizer.encode(rendered(info, tokenizer, question), add_special_tokens=False)
+            ),
+            noise_key=noise_key(seed, str(index), 0),
+            params=params,
         )
-    return requests
+        for index, question in enumerate(questions)
+    ]
+
+
+def rendered(info: ModelInfo, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    """A question as the model is given it: one user turn where it has a chat template."""
+    if not info.has_chat_template:
+        return question
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(text, str)
+    return text

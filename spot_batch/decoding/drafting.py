@@ -84,9 +84,9 @@ def _queries(asked: Sequence[tuple[Root, Key]], device: torch.device) -> Queries
             MASKED if masked else (SINCE if stale else COMMITTED)
             for masked, stale in zip(root.masked, root.stale_masked, strict=True)
         ]
-        of_key = [False] * len(of_state)
-        for position, _ in key:
-            of_state[position], of_key[position] = SINCE, True
+        of_key = [-1] * len(of_state)
+        for position, token in key:
+            of_state[position], of_key[position] = SINCE, token
         status.append(of_state)
         guessed.append(of_key)
     params = [root.params for root, _ in asked]

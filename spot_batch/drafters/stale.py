@@ -52,9 +52,13 @@ class StaleStore:
 
 
 def top_log_probs(logits: Tensor, masked: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(n, W, V) logits -> (n, W, K) log-probabilities and ids; -inf where not `masked` (n, W)."""
+    """(n, W, V) logits -> (n, W, K) log-probabilities and ids; -inf where not `masked` (n, W).
+
+    Rounded to 16 bits as trajectories keep them: a drafter sees what it learned from, and a
+    recorded trajectory replays every decision.
+    """
     top, ids = logits.topk(width, dim=2)
-    log_prob = top - logits.logsumexp(dim=2, keepdim=True)
+    log_prob = (top - logits.logsumexp(dim=2, keepdim=True)).half().float()
     return log_prob.masked_fill(~masked[:, :, None], -math.inf), ids
 
 
@@ -63,9 +67,10 @@ class Queries:
     """Hypothetical states to draft from, of any samples.
 
     row (q,) of the stale store; status (q, W) int64, one of COMMITTED, SINCE, MASKED; guessed
-    (q, W) bool, committed in this hypothetical state only, not in the sample's current one; start
-    (q,) absolute position of the block; num_committed (q,) tokens generated in the block;
-    noise_key (q,); temperature, top_p (q,) float32; top_k (q,) int64.
+    (q, W) int64, the token at a position that is committed in this hypothetical state only, not in
+    the sample's current one, else -1; start (q,) absolute position of the block; num_committed (q,)
+    tokens generated in the block; noise_key (q,); temperature, top_p (q,) float32; top_k (q,)
+    int64.
     """
 
     row: Tensor

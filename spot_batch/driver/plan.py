@@ -14,7 +14,7 @@ from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, p
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
 from spot_batch.records import PinnedInput, RunFacts
 from spot_batch.store import JobDirectory, SpecConflict
-from spot_batch.targets.registry import BUNDLED, ModelInfo, load_tokenizer
+from spot_batch.targets.registry import ModelInfo, load_tokenizer, packaged_targets
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -94,7 +94,7 @@ def _pinned_down(spec: JobSpec, info: ModelInfo) -> JobSpec:
     command was given."""
     tree = spec.model_dump()
     target, drafter = tree["model"]["target"], tree["model"]["drafter"]
-    if target["path"] != BUNDLED and Path(target["path"]).expanduser().is_dir():
+    if target["path"] not in packaged_targets() and Path(target["path"]).expanduser().is_dir():
         target["path"] = str(info.path.absolute())
     elif info.commit is not None:
         target["revision"] = info.commit

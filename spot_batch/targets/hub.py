@@ -8,9 +8,7 @@ from pathlib import Path
 
 from spot_batch.targets.errors import ModelError
 
-BUNDLED = "bundled"
-
-_ASSETS = Path(__file__).parent.parent / "assets"
+_PACKAGED = Path(__file__).parent.parent / "assets" / "targets"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -28,7 +26,8 @@ def locate(target: str, *, revision: str | None = None) -> Path:
 
 def find_folder(target: str, *, revision: str | None = None) -> Path | None:
     """The folder of a target that is none of the hub's; None for a hub id."""
-    path = _ASSETS / "target" if target == BUNDLED else Path(target).expanduser()
+    packaged = packaged_targets()
+    path = packaged.get(target) or Path(target).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{target}: the folder has no config.json")
@@ -38,9 +37,14 @@ def find_folder(target: str, *, revision: str | None = None) -> Path | None:
     if path.is_absolute() or target.startswith((".", "~")) or not _HUB_ID.fullmatch(target):
         raise ModelError(
             f"{target}: no such folder. Give a folder with config.json, a hub id such as "
-            f"JetLM/SDAR-1.7B-Chat-b32, or {BUNDLED!r}"
+            f"JetLM/SDAR-1.7B-Chat-b32, or one of {', '.join(packaged)}"
         )
     return None
+
+
+def packaged_targets() -> dict[str, Path]:
+    """The targets that come with the package, by name."""
+    return {path.name: path for path in sorted(_PACKAGED.iterdir()) if path.is_dir()}
 
 
 def find_cached(target: str, *, revision: str | None = None) -> Path | None:

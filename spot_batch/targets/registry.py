@@ -17,20 +17,20 @@ from transformers import PreTrainedTokenizerFast
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.families import Family, family_of
 from spot_batch.targets.files import read_json
-from spot_batch.targets.hub import BUNDLED, commit_of, locate, names_of
+from spot_batch.targets.hub import commit_of, locate, names_of, packaged_targets
 from spot_batch.targets.published import Published, published
 from spot_batch.targets.shapes import Sizes, misfits, read_sizes
 from spot_batch.targets.tokenizer import TOKENIZER_FILES, ids_of_texts, load_tokenizer
 from spot_batch.targets.weights import hash_files, hash_weights, read_headers
 
 __all__ = [
-    "BUNDLED",
     "ModelError",
     "ModelInfo",
     "describe_folder",
     "describe_published",
     "load_tokenizer",
     "locate",
+    "packaged_targets",
     "read_json",
     "resolve_model",
 ]
@@ -93,7 +93,7 @@ def resolve_model(
     block_length: int | None = None,
     mask_id: int | None = None,
 ) -> ModelInfo:
-    """Look a target up: "bundled", a local folder or a hub id; its weights are here afterwards.
+    """Look a target up: packaged, in a local folder or on the hub; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.

@@ -131,11 +131,15 @@ def _stale(part: Trajectories) -> StaleStore:
 
 def _queries(part: Trajectories, status: Tensor, depth: Tensor) -> Queries:
     # A state's own commit is what the forward gave; those after it are guesses.
-    own = torch.zeros_like(part.masked).scatter(1, part.positions[:, :1], value=True)
+    later = part.positions[:, 1:]
+    tokens = torch.full_like(part.positions, -1)
+    rows = torch.arange(len(part), device=status.device)[:, None].expand_as(later)
+    known = later >= 0
+    tokens[rows[known], later[known]] = part.tokens[:, 1:][known]
     return Queries(
         row=torch.arange(len(part), device=status.device),
         status=status,
-        guessed=(status == SINCE) & ~own,
+        guessed=tokens.masked_fill(status != SINCE, -1),
         start=part.start,
         num_committed=part.num_committed + depth,
         noise_key=part.noise_key,

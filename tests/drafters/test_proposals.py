@@ -33,7 +33,7 @@ def query(status: list[int], *, temperature: float = 0.0, **given: float) -> Que
     return Queries(
         row=torch.tensor([0]),
         status=torch.tensor([status]),
-        guessed=torch.zeros(1, len(status), dtype=torch.bool),
+        guessed=torch.full((1, len(status)), -1),
         start=torch.tensor([8]),
         num_committed=torch.tensor([sum(one == SINCE for one in status)]),
         noise_key=torch.tensor([77]),

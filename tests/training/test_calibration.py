@@ -106,7 +106,7 @@ def test_the_engine_drafts_with_calibrated_weights(model: OrderModel) -> None:
     queries = Queries(
         row=zero,
         status=status,
-        guessed=torch.zeros_like(status, dtype=torch.bool),
+        guessed=torch.full_like(status, -1),
         start=zero,
         num_committed=torch.tensor([2]),
         noise_key=zero,
