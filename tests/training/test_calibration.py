@@ -117,7 +117,7 @@ def test_the_engine_drafts_with_calibrated_weights(model: OrderModel) -> None:
         top_p=torch.tensor([1.0]),
         top_k=zero,
     )
-    calibration = Calibration(order=(1.0, 3.0), agreement=(1.0, 0.5), offset=(0.0, -1.0))
+    calibration = Calibration(order=(1.0, 3.0), agreement=(1.0, 0.5), offset=(0.0, -4.0))
     found = OrderDrafter(model, calibration=calibration).propose(stale, queries, "position_step")
     guessed = candidates(stale, queries, "position_step")
     two = torch.tensor([2])
