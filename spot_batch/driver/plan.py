@@ -12,7 +12,7 @@ from spot_batch.actor import model_info, sample_preparer, wanted_drafter
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
 from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
-from spot_batch.records import PinnedInput, RunFacts
+from spot_batch.records import LoadReport, PinnedInput, RunFacts, unreported
 from spot_batch.store import JobDirectory, SpecConflict
 from spot_batch.targets.registry import BUNDLED, ModelInfo, load_tokenizer
 
@@ -49,12 +49,12 @@ class JobPlan:
         return self.preparer().prepare(range(min(count, self.num_samples)))
 
 
-def plan_job(spec: JobSpec, out: Path) -> JobPlan:
+def plan_job(spec: JobSpec, out: Path, *, report: LoadReport = unreported) -> JobPlan:
     """Look everything up that a new or resubmitted job needs; raises ValueError with the reason.
 
     Writes nothing but a hub dataset's rows, into the job directory.
     """
-    info = model_info(spec)
+    info = model_info(spec, report=report)
     given = spec.generation
     left_open = tuple(name for name in _SAMPLING if getattr(given, name) is None)
     spec = _pinned_down(
@@ -65,10 +65,10 @@ def plan_job(spec: JobSpec, out: Path) -> JobPlan:
     return replace(_planned(spec, info, pinned), from_checkpoint=left_open)
 
 
-def plan_of(job: JobDirectory) -> JobPlan:
+def plan_of(job: JobDirectory, *, report: LoadReport = unreported) -> JobPlan:
     """The plan of a job that was submitted before; its input must be what it was."""
     check_unchanged(job.pinned)
-    plan = _planned(job.spec, model_info(job.spec), job.pinned)
+    plan = _planned(job.spec, model_info(job.spec, report=report), job.pinned)
     if plan.fingerprint != job.fingerprint:
         # The one way to get here: the target's files are not what they were.
         now = json.loads(json.dumps(plan.fields))

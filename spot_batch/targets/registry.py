@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from spot_batch.records import LoadReport, unreported
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.families import Family, family_of
 from spot_batch.targets.files import read_json
@@ -92,18 +93,19 @@ def resolve_model(
     revision: str | None = None,
     block_length: int | None = None,
     mask_id: int | None = None,
+    report: LoadReport = unreported,
 ) -> ModelInfo:
     """Look a target up: "bundled", a local folder or a hub id; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.
     """
-    path = locate(target, revision=revision)
+    path = locate(target, revision=revision, report=report)
     info = describe_folder(target, path, block_length=block_length, mask_id=mask_id)
     check_weights(info)
     for warning in info.warnings:
         logger.warning("%s", warning)
-    return with_weight_hash(info)
+    return with_weight_hash(info, report=report)
 
 
 def describe_folder(
@@ -189,9 +191,9 @@ def check_weights(info: ModelInfo) -> None:
         )
 
 
-def with_weight_hash(info: ModelInfo) -> ModelInfo:
+def with_weight_hash(info: ModelInfo, *, report: LoadReport = unreported) -> ModelInfo:
     """The same, with the weights read for their hash."""
-    return replace(info, weight_hash=hash_weights(info.path))
+    return replace(info, weight_hash=hash_weights(info.path, report=report))
 
 
 # -- facts -----------------------------------------------------------------------------------------
