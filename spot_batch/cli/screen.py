@@ -196,6 +196,7 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
     ]
     how += f" ({', '.join(taken)} of the checkpoint)" if taken else ""
     budget = spec.speculation.budget
+    commit = f" at {info.commit[:12]}" if info.commit is not None else ""
     screen.facts(
         [
             ("job", f"{spec.name} ({plan.fingerprint[:12]})"),
@@ -205,13 +206,17 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
                 f"{plan.pinned.num_rows:,} rows, prompts in column "
                 f"{plan.pinned.prompt_column!r}" + _faults(plan),
             ),
-            ("target", f"{info.name}: {info.family.name}, blocks of {info.block_length}"),
+            (
+                "target",
+                f"{info.name}{commit}: {info.family.name}, blocks of {info.block_length}",
+            ),
             ("drafter", f"{plan.drafter.name}: {plan.drafter.why}; budget {budget}"),
             (
                 "generation",
                 f"{how}, at most {generation.max_new_tokens} new tokens, n {generation.n}, "
                 f"seed {generation.seed}",
             ),
+            ("unmasking", _unmasking(plan)),
         ]
     )
     for sample in plan.first(1):
@@ -221,6 +226,14 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
         else:
             screen.line(f"first prompt, {len(sample.request.prompt_ids)} tokens:", style="bold")
             screen.quoted(sample.prompt_text)
+
+
+def _unmasking(plan: JobPlan) -> str:
+    given = plan.spec.generation
+    threshold = f"{given.threshold:g}, {plan.threshold_of}"
+    if given.unmasking == "single":
+        return f"single: one token a forward (the threshold, {threshold}, is not in use)"
+    return f"threshold: all tokens above {threshold}"
 
 
 def _faults(plan: JobPlan) -> str:

@@ -38,6 +38,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_BUNDLED_THRESHOLD = 0.9  # the bundled target is no release of SDAR's authors: it has its own
 _SUFFIX = re.compile(r"-b(\d+)$")
 
 
@@ -47,7 +48,8 @@ class ModelInfo:
 
     `forbidden_ids` are never written: the mask, and rows of the head that have no text.
     `weight_hash` and `tokenizer_hash` are sha256 over the files' bytes, "" where these were not
-    read. `commit` is the hub's; `warnings` are sentences about facts that contradict one another.
+    read. `threshold` is what a spec that names none gets. `commit` is the hub's; `warnings` are
+    sentences about facts that contradict one another.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelInfo:
     temperature: float
     top_p: float
     top_k: int
+    threshold: float
     weight_hash: str
     tokenizer_hash: str
     warnings: tuple[str, ...]
@@ -135,6 +138,7 @@ def describe_folder(
         temperature=0.0 if generation.get("do_sample") is False else temperature,
         top_p=_number(generation, "top_p", 1.0),
         top_k=int(_number(generation, "top_k", 0)),
+        threshold=_BUNDLED_THRESHOLD if target == BUNDLED else folder.family.threshold,
         weight_hash="",
         tokenizer_hash=hash_files(
             path, [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
@@ -175,6 +179,7 @@ def describe_published(
         temperature=sampling.get("temperature", family.temperature),
         top_p=sampling.get("top_p", 1.0),
         top_k=int(sampling.get("top_k", 0)),
+        threshold=family.threshold,
         weight_hash="",
         tokenizer_hash="",
         warnings=tuple(notes),

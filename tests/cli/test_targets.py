@@ -153,6 +153,34 @@ def test_validate_warns_once_and_says_what_it_took_from_the_checkpoint(
 
 
 @pytest.mark.parametrize(
+    ("family", "threshold", "whose"),
+    [
+        ("sdar", 0.85, "the sdar family's"),
+        ("sdar-moe", 0.85, "the sdar-moe family's"),
+        ("llada2", 0.95, "the llada2 family's"),
+        ("bundled", 0.9, "the bundled target's"),
+    ],
+)
+def test_an_open_threshold_is_the_familys_and_a_given_one_is_kept(
+    tmp_path: Path, family: str, threshold: float, whose: str
+) -> None:
+    bundled = family == "bundled"
+    model = "bundled" if bundled else write_checkpoint(tmp_path / "tiny", family)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?"}\n')
+    arguments = ["validate", "-i", rows, "--model", model]
+    arguments += ["--set", "generation.unmasking=threshold"]
+    done = Done(arguments)
+    assert f"threshold: all tokens above {threshold:g}, {whose}" in done.shown, done.wrong
+    document = json.loads(Done([*arguments, "--json"]).shown)
+    assert document["spec"]["generation"]["threshold"] == threshold
+    given = Done([*arguments, "--set", "generation.threshold=0.7"])
+    assert "threshold: all tokens above 0.7, the spec's" in given.shown
+    checked = json.loads(Done(["targets", "check", model, "--json"]).shown)
+    assert checked["threshold"] == threshold
+
+
+@pytest.mark.parametrize(
     ("spec", "family"), [("sdar-8b-gsm8k", "sdar"), ("llada2-mini-humaneval", "llada2")]
 )
 def test_a_packaged_job_runs_on_a_tiny_checkpoint_of_its_family(
