@@ -116,9 +116,28 @@ def test_what_cannot_be_is_one_line(folder: Path, arguments: list[str], message:
 
 def test_a_network_that_could_not_be_loaded_is_told_by_its_field(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "mine", "llada2", score_function="softmax")
-    done = Done(["targets", "check", folder])
-    assert done.code == 2
-    assert "config.json: score_function 'softmax' is not supported" in done.wrong
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?"}\n')
+    for command in (["targets", "check", folder], ["validate", "-i", rows, "--model", folder]):
+        done = Done(command)
+        assert done.code == 2
+        assert "config.json: score_function 'softmax' is not supported" in done.wrong
+
+
+def test_messages_want_a_chat_template_that_can_be_read(folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "2 + 2?"}]}\n')
+    command = ["submit", "-i", rows, "--model", folder, "-o", tmp_path / "out"]
+    (folder / "chat_template.jinja").write_text("{% for x in %}")
+    broken = Done(command)
+    assert broken.code == 2
+    assert "the target's chat template cannot be read: line 1: " in broken.wrong
+    (folder / "chat_template.jinja").unlink()
+    missing = Done(command)
+    assert missing.code == 2
+    assert "column 'messages' needs a chat template; the target's tokenizer has none" in (
+        missing.wrong
+    )
 
 
 def test_missing_shards_are_told_by_check_and_by_validate(folder: Path, tmp_path: Path) -> None:
