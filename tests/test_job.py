@@ -285,6 +285,13 @@ def test_open_sampling_fields_are_taken_from_the_checkpoint_then_from_the_rule()
     assert with_model_defaults(spec()).generation.temperature == 1.0
 
 
+def test_an_open_threshold_is_taken_from_the_family_and_a_given_one_is_kept() -> None:
+    assert spec().generation.threshold is None
+    assert with_model_defaults(spec(), threshold=0.95).generation.threshold == 0.95
+    given = with_model_defaults(spec(generation__threshold=0.7), threshold=0.95).generation
+    assert given.threshold == 0.7
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -21,9 +21,12 @@ NUM_MEASURED = 1_000
 
 def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     """Resolve, pin, render; raises ValueError with what is wrong."""
+    from spot_batch.targets.block import check_network
+
     screen = Screen(to_stderr=as_json)
     with tempfile.TemporaryDirectory() as scratch:
         plan = plan_job(spec, Path(scratch), report=LoadLines(screen))
+        check_network(plan.info)
         schema = completion_schema(pa.ipc.read_schema(pa.py_buffer(plan.pinned.schema)), plan.spec)
         samples = plan.first(NUM_MEASURED * plan.spec.generation.n)
     rows = samples[:: plan.spec.generation.n]

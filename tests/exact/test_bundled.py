@@ -32,9 +32,7 @@ def bundled(name: str, dtype: str) -> tuple[BlockTarget, Drafter]:
 
 
 @cache
-def draft_free(
-    name: str, dtype: str, temperature: float
-) -> tuple[list[Request], list[Completion]]:
+def draft_free(name: str, dtype: str, temperature: float) -> tuple[list[Request], list[Completion]]:
     """The requests, and each decoded alone with nothing drafted."""
     info = resolve_model(name)
     params = SamplingParams(
