@@ -98,7 +98,7 @@ def resolve_model(
     mask_id: int | None = None,
     report: LoadReport = unreported,
 ) -> ModelInfo:
-    """Look a target up: "bundled", a local folder or a hub id; its weights are here afterwards.
+    """Look a target up: packaged, a local folder or a hub id; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.

@@ -177,7 +177,7 @@ def test_validate_warns_once_and_says_what_it_took_from_the_checkpoint(
         ("sdar", 0.85, "the sdar family's"),
         ("sdar-moe", 0.85, "the sdar-moe family's"),
         ("llada2", 0.95, "the llada2 family's"),
-        ("bundled", 0.9, "the bundled target's"),
+        ("bundled", 0.9, "the bundled targets'"),
     ],
 )
 def test_an_open_threshold_is_the_familys_and_a_given_one_is_kept(

@@ -1,4 +1,4 @@
-"""Level 1 on what we ship: each bundled target under its trained drafter, bit for bit draft-free."""
+"""Level 1 on what we ship: the bundled targets, their trained drafters, draft-free bit for bit."""
 
 from __future__ import annotations
 
