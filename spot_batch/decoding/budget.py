@@ -33,7 +33,7 @@ _WEIGHT_OF_SAMPLE_PRIOR = 4.0
 _LEAST_KAPPA, _MOST_KAPPA = 0.5, 1.5
 _LEAST_SHARE = 0.02
 _SLACK = 0.7
-"""States of so much of the marginal price are asked about too: the curve is a staircase."""
+"""States of so much of the marginal price are grown too."""
 
 _MOST_CALLS = 3.0
 """Calls of head and transition that a round's accepted states need at most, on average."""
@@ -69,7 +69,7 @@ class Pool:
     tree: Sequence[int]
     key: Sequence[Key]
     mass: NDArray[np.float64]
-    cost: NDArray[np.float64]
+    cost: NDArray[np.int64]
 
 
 def pool(trees: Sequence[DraftTree]) -> Pool:
@@ -92,35 +92,75 @@ def pool(trees: Sequence[DraftTree]) -> Pool:
         [entry[1] for entry in entries],
         [entry[3] for entry in entries],
         np.array([entry[4] for entry in entries], dtype=np.float64),
-        np.array([entry[5] for entry in entries], dtype=np.float64),
+        np.array([entry[5] for entry in entries], dtype=np.int64),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a round costs on a device, looked up once.
+
+    forward_s (n,): with 0, 1, 2, ... drafted slots; visits_s: of all roots; more_s: of one state
+    more in the same call; call_s: of one in a call of its own.
+    """
+
+    load: Load
+    forward_s: NDArray[np.float64]
+    visits_s: float
+    more_s: float
+    call_s: float
+
+    @classmethod
+    def of(
+        cls, latency: LatencyTable, load: Load, seen: Mapping[int, float] | None = None
+    ) -> Prices:
+        """`seen`: by size, how many times as long as in the table forwards have taken."""
+        slots = load.num_slots + np.arange(load.num_roots * (MOST_SLOTS + 2) + 1, dtype=np.float64)
+        forward_s = latency.forwards(slots, load.num_keys)
+        if seen:
+            sizes = sorted(seen)
+            forward_s = forward_s * np.interp(slots, sizes, [seen[size] for size in sizes])
+        once_s = latency.visit(load.num_roots, load.noisy)
+        more_s = max(0.0, latency.visit(load.num_roots + 1, load.noisy) - once_s)
+        return cls(load, forward_s, once_s, more_s, latency.visit(1, load.noisy))
+
+    @property
+    def rate(self) -> float:
+        """Steps a second with nothing drafted."""
+        return self.load.num_roots / float(self.forward_s[0] + self.visits_s)
+
+    @property
+    def floor(self) -> float:
+        """The mass at which one more slot for every fourth sample would just not pay, less slack:
+        the curve is a staircase."""
+        more = max(1, self.load.num_roots // 4)
+        slope_s = float(self.forward_s[more] - self.forward_s[0]) / more
+        return min(0.95, _SLACK * slope_s * self.rate)
+
+
 def best_choice(
-    latency: LatencyTable,
-    load: Load,
+    prices: Prices,
     masses: NDArray[np.float64],
-    costs: NDArray[np.float64],
+    costs: NDArray[np.int64],
     *,
     drafting_s: float = 0.0,
-    seen: Mapping[int, float] | None = None,
 ) -> Choice:
-    """argmax over n of (roots + mass of the first n) / seconds: every n is tried.
-
-    `seen`: by size, how many times as long as in the table forwards have taken.
-    """
-    mass = np.concatenate(([0.0], np.cumsum(masses)))
-    slots = load.num_slots + np.concatenate(([0.0], np.cumsum(costs)))
-    once_s = latency.visit(load.num_roots, load.noisy)
-    call_s = latency.visit(1, load.noisy)
-    more_s = max(0.0, latency.visit(load.num_roots + 1, load.noisy) - once_s)
-    visits_s = once_s + more_s * mass + (call_s - more_s) * np.minimum(mass, _MOST_CALLS)
-    forwards_s = latency.forwards(slots, load.num_keys)
-    if seen:
-        sizes = sorted(seen)
-        forwards_s = forwards_s * np.interp(slots, sizes, [seen[size] for size in sizes])
-    seconds = forwards_s + visits_s + drafting_s
-    rates = (load.num_roots + mass) / seconds
+    """argmax over n of (roots + mass of the first n) / seconds: every n is tried."""
+    mass = np.zeros(len(masses) + 1)
+    slots = np.zeros(len(costs) + 1, dtype=np.int64)
+    masses.cumsum(out=mass[1:])
+    costs.cumsum(out=slots[1:])
+    # Hoped-for states may be more than trees have room for.
+    num = int(slots.searchsorted(len(prices.forward_s)))
+    mass, slots = mass[:num], slots[:num]
+    calls = np.minimum(mass, _MOST_CALLS)
+    seconds = (
+        prices.forward_s[slots]
+        + prices.more_s * mass
+        + (prices.call_s - prices.more_s) * calls
+        + (prices.visits_s + drafting_s)
+    )
+    rates = (prices.load.num_roots + mass) / seconds
     at = int(rates.argmax())
     return Choice(at, float(rates[at]))
 
@@ -144,7 +184,8 @@ class Budget:
 
     latency: LatencyTable
     is_on: bool = True
-    _load: Load | None = None
+    _prices: Prices | None = None
+    _floor: float = 0.0
     _spent_s: float = 0.0
     _num_waves: int = 0
     _gain: float = 0.0
@@ -158,13 +199,16 @@ class Budget:
 
     def begin(self, load: Load) -> bool:
         """Whether to ask the drafter at all in this round."""
-        self._load, self._spent_s, self._num_waves = load, 0.0, 0
-        if self.is_on:
-            return True
-        self._until_probe -= 1
-        if load.num_roots < _FEWER * self._probed_roots:
-            self._until_probe = min(self._until_probe, 0)
-        return self._until_probe <= 0
+        if not self.is_on:
+            self._until_probe -= 1
+            if load.num_roots < _FEWER * self._probed_roots:
+                self._until_probe = min(self._until_probe, 0)
+            if self._until_probe > 0:
+                return False
+        self._prices = Prices.of(self.latency, load, self._seen)
+        self._floor = self._prices.floor
+        self._spent_s, self._num_waves = 0.0, 0
+        return True
 
     @property
     def wants_stale(self) -> bool:
@@ -196,45 +240,30 @@ class Budget:
 
     @property
     def floor(self) -> float:
-        """The least mass worth a question: near the marginal price of a slot."""
-        load = self._load
-        assert load is not None, "begin comes first"
-        now_s, more_s = self.latency.forwards(
-            np.array([load.num_slots, load.num_slots + max(1.0, load.num_roots / 4)]), load.num_keys
-        )
-        slope_s = (more_s - now_s) / max(1.0, load.num_roots / 4)
-        return float(min(0.95, _SLACK * slope_s * load.num_roots / now_s))
+        """The least mass that may be worth a slot."""
+        return self._floor
 
     @property
     def ask_above(self) -> float:
         """States of less mass are hardly followed by one worth a slot."""
-        return self.floor / max(0.1, self._child)
+        return self._floor / max(0.1, self._child)
 
     def another_wave(self, trees: Sequence[DraftTree], asked: Sequence[float]) -> bool:
         """Whether asking about states of these masses is expected to pay for itself."""
-        load = self._load
-        assert load is not None, "begin comes first"
+        prices = self._prices
+        assert prices is not None, "begin comes first"
         self._num_waves += 1
         if self._num_waves == 1:  # `begin` has decided
             self._spent_s = self.latency.draft(len(asked))
             return True
         found = pool(trees)
-        now = best_choice(
-            self.latency, load, found.mass, found.cost, drafting_s=self._spent_s, seen=self._seen
-        )
+        now = best_choice(prices, found.mass, found.cost, drafting_s=self._spent_s)
         wave_s = self.latency.draft(len(asked))
         hoped = self._child * np.array(asked)
         mass = np.concatenate((found.mass, hoped))
-        cost = np.concatenate((found.cost, np.ones(len(hoped))))
+        cost = np.concatenate((found.cost, np.ones(len(hoped), dtype=np.int64)))
         order = np.argsort(-mass / cost, kind="stable")
-        then = best_choice(
-            self.latency,
-            load,
-            mass[order],
-            cost[order],
-            drafting_s=self._spent_s + wave_s,
-            seen=self._seen,
-        )
+        then = best_choice(prices, mass[order], cost[order], drafting_s=self._spent_s + wave_s)
         if then.rate <= now.rate:
             return False
         self._spent_s += wave_s
@@ -242,19 +271,15 @@ class Budget:
 
     def choose(self, trees: Sequence[DraftTree]) -> list[list[Key]]:
         """The states of each tree that are worth a slot, in the order of growth."""
-        load = self._load
-        assert load is not None, "begin comes first"
+        prices = self._prices
+        assert prices is not None, "begin comes first"
         found = pool(trees)
-        none = np.zeros(0)
-        without = best_choice(self.latency, load, none, none, seen=self._seen)
-        choice = best_choice(
-            self.latency, load, found.mass, found.cost, drafting_s=self._spent_s, seen=self._seen
-        )
+        choice = best_choice(prices, found.mass, found.cost, drafting_s=self._spent_s)
         chosen: list[list[Key]] = [[] for _ in trees]
         for index in range(choice.num_states):
             chosen[found.tree[index]].append(found.key[index])
         if trees:
-            self._decide(load, choice.rate / without.rate - 1.0)
+            self._decide(prices.load, choice.rate / prices.rate - 1.0)
         return chosen
 
     def learn(self, row: int, tree: DraftTree, key: Key, child: Key, correction: float) -> None:

@@ -56,7 +56,7 @@ def grow(
         DraftTree(num_masked=sum(root.masked), budget=budget, gamma=gamma, crossing=root.crossing)
         for root in roots
     ]
-    of_roots = [1.0] * len(roots) if scales is None else scales
+    of_roots: Sequence[float | None] = [None] * len(roots) if scales is None else scales
     while True:
         asked = [
             _Question(root, tree, key, scale)
@@ -79,7 +79,7 @@ class _Question:
     root: Root
     tree: DraftTree
     key: Key
-    scale: float
+    scale: float | None
 
 
 def _expand(drafter: Drafter, stale: StaleStore, asked: Sequence[_Question]) -> None:
@@ -97,7 +97,7 @@ def _expand(drafter: Drafter, stale: StaleStore, asked: Sequence[_Question]) -> 
         each.tree.expand(
             each.key,
             [
-                Edge(((at, tok),), mass if each.scale == 1.0 else min(1.0, mass * each.scale))
+                Edge(((at, tok),), mass if each.scale is None else min(1.0, mass * each.scale))
                 for mass, at, tok in zip(weights, positions, tokens, strict=True)
                 if mass > 0.0
             ],

@@ -282,7 +282,8 @@ class Engine:
 
     `latency` is the device's, which `budget: auto` needs. `decode` turns token ids into text;
     samples with stop strings need it. With `record_every` each completion carries one visited state
-    in so many (`single` unmasking only); 0 is off.
+    in so many (`single` unmasking only); 0 is off. `num_steps` counts steps of draft-free decoding:
+    the progress that was made.
     """
 
     def __init__(
@@ -307,6 +308,7 @@ class Engine:
         self._drafter = drafter
         self._settings = settings
         self._waiting: deque[Request] = deque()
+        self.num_steps = 0
         self._samples: list[_Sample] = []
         self._free_rows = list(range(settings.max_sequences - 1, -1, -1))
         self._cache: PrefixCache = target.allocate(settings.max_sequences, target.block_length)
@@ -318,6 +320,11 @@ class Engine:
     def num_active(self) -> int:
         """Samples in flight."""
         return len(self._samples)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have not joined yet."""
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -335,7 +342,8 @@ class Engine:
         self._admit()
         if not self._samples:
             return []
-        drafts = self._draft()
+        load = self._load()
+        drafts = self._draft(load)
         plan = _Plan(self._target.mask_id, self._target.block_length)
         for sample in self._samples:
             draft = drafts.get(sample.row)
@@ -345,11 +353,10 @@ class Engine:
             sample.num_drafted += len(drafted)
             sample.num_clean_passes += len(sample.to_store) if sample.step else 0
             sample.to_store = []
-        num_keys = self._load().num_keys if self._auto is not None else 0.0
         begin_s = self._clock()
         hidden, kept = self._forward(plan.batch(self._target.device))
         if self._auto is not None:
-            self._auto.observe(len(plan.ids), num_keys, self._clock() - begin_s)
+            self._auto.observe(len(plan.ids), load.num_keys, self._clock() - begin_s)
         finished = self._walk(plan, drafts, hidden, kept)
         done = [finished[sample.row] for sample in self._samples if sample.row in finished]
         self._samples = [sample for sample in self._samples if sample.row not in finished]
@@ -365,11 +372,11 @@ class Engine:
             if self._auto is not None:
                 self._auto.joined(sample.row)
 
-    def _draft(self) -> dict[int, _Draft]:
+    def _draft(self, load: Load) -> dict[int, _Draft]:
         """By row, the drafts of the samples that have stale distributions and may be drafted."""
         if self._drafter is None or not self._settings.budget:
             return {}
-        if self._auto is not None and not self._auto.begin(self._load()):
+        if self._auto is not None and not self._auto.begin(load):
             return {}
         roots = [root for root in map(self._root, self._samples) if root is not None]
         gamma, budget = self._settings.gamma, self._settings.budget
@@ -537,6 +544,7 @@ class Engine:
             draft = walker.draft
             self._auto.learn(sample.row, draft.tree, walker.key, key, draft.scale)
         sample.commit(commits)
+        self.num_steps += 1
         end = sample.end_here(self._decode)
         if end is not None:
             finished[sample.row] = sample.completion(end)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_batch.decoding import EngineSettings, LatencyTable, measure_latency
-from spot_batch.decoding.budget import Budget, Load, best_choice, pool
+from spot_batch.decoding.budget import Budget, Load, Prices, best_choice, pool
 from spot_batch.decoding.tree import ROOT, DraftTree, Edge
 from spot_batch.records import Unmasking
 from tests.exact.harness import decode_all, make_drafter, mixed_requests, same_sample, trace_of
@@ -53,16 +53,19 @@ def test_an_idle_device_drafts_and_a_busy_one_does_not() -> None:
     trees = [chain(0.8, 0.8, 0.8)]
     for table, num_states in ((linear(1.0, 1e-6), 3), (linear(1e-6, 1.0), 0)):
         found = pool(trees)
-        assert best_choice(table, load(1), found.mass, found.cost).num_states == num_states
+        assert (
+            best_choice(Prices.of(table, load(1)), found.mass, found.cost).num_states == num_states
+        )
 
 
 def test_the_curve_is_scanned_beyond_a_step() -> None:
     """The first slot beyond 2 costs as much as all up to 6: one more is no gain, four are."""
     table = LatencyTable(slots=(2, 3, 6), num_keys=(1,), forward_s=((1.0, 1.8, 1.8),))
-    masses, costs = np.full(4, 0.9), np.ones(4)
-    choice = best_choice(table, load(2), masses, costs)
+    masses, costs = np.full(4, 0.9), np.ones(4, dtype=np.int64)
+    prices = Prices.of(table, load(2))
+    choice = best_choice(prices, masses, costs)
     assert choice.num_states == 4
-    assert best_choice(table, load(2), masses[:1], costs[:1]).num_states == 0
+    assert best_choice(prices, masses[:1], costs[:1]).num_states == 0
 
 
 def test_the_pool_takes_the_best_of_all_samples_and_no_child_before_its_parent() -> None:
@@ -94,7 +97,7 @@ def test_no_other_prefix_of_the_pool_is_better(
 ) -> None:
     found = pool([chain(*of_one) for of_one in weights])
     now, table = load(max(1, len(weights))), linear(fixed, each)
-    best = best_choice(table, now, found.mass, found.cost)
+    best = best_choice(Prices.of(table, now), found.mass, found.cost)
     for number in range(len(found.mass) + 1):
         slots = now.num_slots + found.cost[:number].sum()
         rate = (now.num_roots + found.mass[:number].sum()) / table.forward(slots, 128.0)
