@@ -225,6 +225,86 @@ def throughput(
     return 0
 
 
+@bench.command("simulate")
+@speaking_plainly
+def simulate(
+    inputs: Annotated[
+        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    tables: Annotated[
+        str, typer.Option(help="h200-1.7b, h200-8b, or files that `bench latency` wrote.")
+    ] = "h200-1.7b,h200-8b",
+    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,8,32,128",
+    budgets: Annotated[str, typer.Option(help="Fixed budgets to compare.")] = "1,2,4,8,20",
+    unmasking: Annotated[str, typer.Option(help="single or threshold.")] = "single",
+    rounds: Annotated[int, typer.Option(help="Rounds of each, after the first eight.")] = 200,
+    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 96,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> int:
+    """Decode under the clock of another device: is `auto` as good as the best fixed budget?"""
+    from spot_batch.bench.simulate import BODIES, Recording
+    from spot_batch.bench.simulate import simulate as run
+    from spot_batch.decoding import LatencyTable
+
+    if unmasking not in ("single", "threshold"):
+        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
+    costs = {}
+    for name in tables.split(","):
+        if name in BODIES:
+            costs[name] = BODIES[name].table()
+            continue
+        try:
+            costs[name] = LatencyTable.from_json(Path(name).read_text(encoding="utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            known = ", ".join(BODIES)
+            raise ValueError(f"--tables: {name} is none of {known} and no file") from error
+    fixed = numbers(budgets, int, "budgets")
+    flights = numbers(sequences, int, "sequences")
+    target, proposer = _loaded(model, drafter, "canonical", "auto", 1)
+    if proposer is None:
+        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    from spot_batch.bench.prompts import make_requests, read_questions
+    from spot_batch.records import SamplingParams
+    from spot_batch.targets.registry import resolve_model
+
+    info = resolve_model(model)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        unmasking=unmasking,  # type: ignore[arg-type]
+        stop_ids=info.stop_ids,
+        confidence=info.family.confidence,
+    )
+    requests = make_requests(info, read_questions(inputs, limit=limit), params)
+    recording = Recording(target)
+    recording.record(requests)
+    rows = []
+    for name, table in costs.items():
+        for number in flights:
+            row = run(
+                recording,
+                proposer,
+                table,
+                requests,
+                sequences=number,
+                budgets=fixed,
+                num_rounds=rounds,
+            )
+            rows.append({"table": name, "unmasking": unmasking, **asdict(row)})
+            cells = "  ".join(f"D {one} {ratio:.2f}" for one, ratio in row.fixed.items())
+            typer.echo(
+                f"{name}  in flight {number:3}  auto {row.auto:.3f}x of draft-free, "
+                f"{row.of_best:.3f} of the best (D {row.best_fixed})  {cells}"
+            )
+            if json_file is not None:
+                json_file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    return 0
+
+
 def _budget(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"

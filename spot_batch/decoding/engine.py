@@ -9,7 +9,7 @@ another forward. Draft-free decoding is the same loop with nothing drafted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -280,7 +280,8 @@ class _Walker:
 class Engine:
     """Decodes many samples on one device. `add` requests, call `step` while `has_work`.
 
-    `latency` is the device's, which `budget: auto` needs. `decode` turns token ids into text;
+    `latency` is the device's, which `budget: auto` needs; `clock` is read around its forwards, the
+    device's own if none is given. `decode` turns token ids into text;
     samples with stop strings need it. With `record_every` each completion carries one visited state
     in so many (`single` unmasking only); 0 is off. `num_steps` counts steps of draft-free decoding:
     the progress that was made.
@@ -293,6 +294,7 @@ class Engine:
         settings: EngineSettings,
         *,
         latency: LatencyTable | None = None,
+        clock: Callable[[], float] | None = None,
         decode: Decode | None = None,
         record_every: int = 0,
     ) -> None:
@@ -301,7 +303,7 @@ class Engine:
             if latency is None:
                 raise ValueError("budget auto needs the device's latency table")
             self._auto = Budget(latency)
-        self._clock = device_clock(target.device)
+        self._clock = clock or device_clock(target.device)
         self._target = target
         self._decode = decode
         self._record_every = record_every
