@@ -28,11 +28,14 @@ from spot_batch.job import JobSpec
 from spot_batch.records import (
     Completion,
     Lease,
+    LoadProgress,
+    LoadReport,
     Outcome,
     PinnedInput,
     Progress,
     Purpose,
     Receipt,
+    unreported,
 )
 from spot_batch.store import JobDirectory, publish_segment
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
@@ -74,7 +77,9 @@ class _Sample:
 class Actor:
     """One engine thread over the target and drafter of a job. Call `stop` at the end."""
 
-    def __init__(self, out: Path, index: int, *, device: str = "auto") -> None:
+    def __init__(
+        self, out: Path, index: int, *, device: str = "auto", report: LoadReport = unreported
+    ) -> None:
         # The model code of transformers takes seconds to import, and only actors need it.
         from spot_batch.targets.block import load_target
         from spot_batch.targets.numerics import measure_numerics
@@ -85,12 +90,19 @@ class Actor:
         spec = self._job.spec
         torch.set_num_threads(spec.resources.num_threads)
         where = torch.device(_device(device))
-        info = model_info(spec)
+        info = model_info(spec, report=report)
         drafter = choose_drafter(wanted_drafter(spec), info)
         self._tokenizer = tokenizer = load_tokenizer(info.path)
         canonical = spec.speculation.numerics == "canonical"
-        target = load_target(info, dtype=spec.model.target.dtype, device=where, canonical=canonical)
+        target = load_target(
+            info,
+            dtype=spec.model.target.dtype,
+            device=where,
+            canonical=canonical,
+            report=report,
+        )
         if canonical:
+            report(LoadProgress("measuring"))
             numerics = measure_numerics(target)
             numerics.require(self._job.claim_numerics(asdict(numerics)))
         proposer = load_drafter(drafter, block_length=info.block_length, device=where)
@@ -284,7 +296,7 @@ class Actor:
             self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
 
 
-def model_info(spec: JobSpec) -> ModelInfo:
+def model_info(spec: JobSpec, *, report: LoadReport = unreported) -> ModelInfo:
     """The spec's target, looked up; no weights are loaded."""
     target = spec.model.target
     return resolve_model(
@@ -292,6 +304,7 @@ def model_info(spec: JobSpec) -> ModelInfo:
         revision=target.revision,
         block_length=target.block_length,
         mask_id=target.mask_id,
+        report=report,
     )
 
 

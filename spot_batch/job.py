@@ -179,7 +179,7 @@ class GenerationSpec(Section):
     top_p: Annotated[float, BeforeValidator(_not_bool), Field(ge=LEAST_TOP_P, le=1.0)] | None = None
     top_k: Annotated[int, BeforeValidator(_not_bool), Field(ge=-1, le=MOST_TOP_K)] | None = None
     unmasking: Literal["single", "threshold"] = "single"
-    threshold: Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)] = 0.9
+    threshold: Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)] | None = None
     stop: Names = ()
     stop_at: Literal["early", "block", "never"] = "early"
     per_row: Annotated[tuple[PerRow, ...], BeforeValidator(_one_or_many)] = ()
@@ -363,13 +363,16 @@ def with_model_defaults(
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
+    threshold: float | None = None,
 ) -> JobSpec:
-    """The spec with its open sampling fields taken from the checkpoint, else 1.0 and off."""
+    """The spec with its open fields taken from the checkpoint or its family; where these say
+    nothing either, 1.0, off and 0.9."""
     given = spec.generation
     update = {
         "temperature": _first_given(given.temperature, temperature, 1.0),
         "top_p": _first_given(given.top_p, top_p, 1.0),
         "top_k": _first_given(given.top_k, top_k, 0),
+        "threshold": _first_given(given.threshold, threshold, 0.9),
     }
     tree = spec.model_dump()
     tree["generation"].update(update)

@@ -6,7 +6,7 @@ A sample is one generation: sample id = row index * n + sample index.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -284,6 +284,40 @@ class RunFacts:
     elapsed_s: float = 0.0
 
 
+LoadStage = Literal["waiting", "downloading", "checking", "loading", "measuring"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a target is on its way from the hub to a device, and of how many bytes.
+
+    `waiting`: another process of the node downloads it. `checking`: files are read for their hash.
+    `measuring`: the arithmetic is probed. A stage that has no bytes, or cannot know how many, has a
+    total of 0.
+    """
+
+    stage: LoadStage
+    num_bytes: int = 0
+    num_bytes_total: int = 0
+
+
+LoadReport = Callable[[LoadProgress], None]
+"""Told often while a target loads, from any thread; it must come back at once."""
+
+
+def unreported(progress: LoadProgress) -> None:
+    """Nobody wants to know."""
+    del progress
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLoading:
+    """An actor that is not ready yet."""
+
+    actor: int
+    progress: LoadProgress
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     """How far a job is: what the screen, `status` and an attached command read.
@@ -301,6 +335,7 @@ class Heartbeat:
     num_audited: int = 0
     num_actors: int = 0
     num_actors_wanted: int = 0
+    loading: tuple[ActorLoading, ...] = ()
     tokens_per_s: float = 0.0
     rows_per_s: float = 0.0
     accepted_per_forward: float = 0.0

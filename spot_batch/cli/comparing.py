@@ -424,3 +424,146 @@ def spiffy(
     for each in chosen:
         typer.echo(", ".join(f"{name} {value}" for name, value in each.items()))
     typer.echo(f"{output} written")
+
+
+@bench.command("commit-order")
+@speaking_plainly
+def commit_order(
+    model: Annotated[str, typer.Option(help="Hub id, folder, or a packaged one.")] = "bundled",
+    task: Annotated[str, typer.Option(help="Whose prompts.")] = "synthetic",
+    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' files.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts.")] = 20,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
+    budgets: Annotated[str, typer.Option(help="Of the oracles, by comma.")] = "8,20",
+    plot: Annotated[Path | None, typer.Option(help="Write the figures as a PNG.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+) -> None:
+    """How long stale distributions hold, and what knowing order or tokens is worth."""
+    import torch
+
+    from spot_batch.bench.nfe import params_of, record
+    from spot_batch.bench.order import order_by_block, plot_order, worth_of_knowing
+    from spot_batch.bench.prompts import make_requests
+    from spot_batch.bench.tasks import find_tasks, load_task
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.registry import resolve_model
+
+    found_tasks = find_tasks(task)
+    if len(found_tasks) != 1:
+        raise ValueError(f"--task wants one task, got {task!r}")
+    sizes = numbers(budgets, int, "budgets")
+    torch.set_num_threads(threads)
+    questions = [row.prompt for row in load_task(found_tasks[0], data=data, limit=limit)]
+    info = resolve_model(model)
+    params = params_of(info, temperature=temperature, length=max_new_tokens, fixed=False)
+    samples = record(load_target(info), make_requests(info, questions, params))
+    rows, oracles = order_by_block(samples, info), worth_of_knowing(samples, sizes)
+    typer.echo("| block | commits | stale argmax is committed | most confident position is next |")
+    typer.echo("|---|---|---|---|")
+    for row in rows:
+        typer.echo(
+            f"| {row.block} | {row.num_commits:,} | {row.stale_argmax:.3f} "
+            f"| {row.stale_position:.3f} |"
+        )
+    typer.echo("\n| known | " + " | ".join(f"D {budget}" for budget in sizes) + " |")
+    typer.echo("|---" * (len(sizes) + 1) + "|")
+    for kind in dict.fromkeys(each.knows for each in oracles):
+        of_kind = [f"{each.nfe_ratio:.2f}x" for each in oracles if each.knows == kind]
+        typer.echo(f"| {kind} | " + " | ".join(of_kind) + " |")
+    if plot is not None:
+        plot_order(rows, plot, title=f"{info.name}, {task}, T {temperature:g}")
+        typer.echo(f"{plot} written")
+    if json_file is not None:
+        document = {
+            "model": info.identity(),
+            "task": task,
+            "temperature": temperature,
+            "blocks": [asdict(row) for row in rows],
+            "oracles": [asdict(each) for each in oracles],
+        }
+        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command("scores")
+@speaking_plainly
+def scores(
+    tasks: Annotated[
+        str, typer.Option(help="synthetic, gsm8k, mbpp, humaneval, math500.")
+    ] = "synthetic",
+    model: Annotated[str, typer.Option(help="Hub id, folder, or a packaged one.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    budget: Annotated[int, typer.Option(help="Drafted slots a sample.")] = 8,
+    temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
+    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' files.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts a task.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run the programs that the model wrote, in limits.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+) -> int:
+    """Right answers, drafted and draft-free: equal, since the texts are."""
+    import torch
+
+    from spot_batch.bench.exact import decode_all
+    from spot_batch.bench.grading import ScoreRow, find_grader, score_row
+    from spot_batch.bench.nfe import params_of
+    from spot_batch.bench.prompts import make_requests
+    from spot_batch.bench.tasks import find_tasks, load_task
+    from spot_batch.decoding import EngineSettings
+    from spot_batch.drafters.registry import choose_drafter, load_drafter
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.registry import load_tokenizer, resolve_model
+
+    if budget < 1:
+        raise ValueError(f"--budget must be at least 1, got {budget}")
+    torch.set_num_threads(threads)
+    found = [
+        (task, find_grader(task.name, run_code=run_code), load_task(task, data=data, limit=limit))
+        for task in find_tasks(tasks)
+    ]
+    info = resolve_model(model)
+    choice = choose_drafter(drafter, info)
+    proposer = load_drafter(choice, block_length=info.block_length)
+    if proposer is None:
+        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    target, tokenizer = load_target(info), load_tokenizer(info.path)
+    rows: list[ScoreRow] = []
+    for (task, grader, of_task), heat in product(
+        found, numbers(temperatures, float, "temperatures")
+    ):
+        params = params_of(info, temperature=heat, length=max_new_tokens, fixed=False)
+        requests = make_requests(info, [row.prompt for row in of_task], params)
+        texts: list[list[str]] = []
+        for settings in (EngineSettings(budget=0), EngineSettings(budget=budget)):
+            done = decode_all(target, proposer if settings.budget else None, requests, settings)
+            texts.append(
+                [
+                    str(tokenizer.decode(done[at].token_ids, skip_special_tokens=True))
+                    for at in range(len(requests))
+                ]
+            )
+        right = [
+            [grader(row.fields, text) for row, text in zip(of_task, each, strict=True)]
+            for each in texts
+        ]
+        row = score_row(
+            task.name,
+            heat,
+            f"{choice.name}, D {budget}",
+            texts=(texts[0], texts[1]),
+            right=(right[0], right[1]),
+        )
+        rows.append(row)
+        typer.echo(
+            f"{row.task}, T {row.temperature:g}, {row.method}: {row.score:.3f} right, draft-free "
+            f"{row.draft_free_score:.3f}; {row.num_differ} of {row.num_prompts} texts differ, "
+            f"p {row.p_value:.3g}"
+        )
+    if json_file is not None:
+        document = {"model": info.identity(), "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if any(row.num_differ for row in rows) else 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spot_batch.cli.screen import (
     JobScreen,
+    LoadLines,
     Screen,
     resume_command,
     show_commands,
@@ -47,7 +48,7 @@ def submit(
     directory = JobDirectory(out)
     if not dry_run:
         directory.check_usable()
-    plan = plan_job(spec, out)
+    plan = plan_job(spec, out, report=LoadLines(screen))
     if save_spec is not None:
         save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
         screen.line(f"spec written to {save_spec}")
@@ -70,7 +71,7 @@ def resume(out: Path, *, as_json: bool = False) -> int:
     """Go on with the job in a directory; nothing but the directory is needed."""
     screen = Screen(to_stderr=as_json)
     job = JobDirectory.open(out)
-    plan = plan_of(job)
+    plan = plan_of(job, report=LoadLines(screen))
     show_plan(screen, plan, out)
     return _run_or_follow(screen, job, plan, lambda: job, as_json=as_json)
 

@@ -17,15 +17,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_batch.driver.progress import describe
+from spot_batch.driver.progress import describe, describe_load, describe_loads
 from spot_batch.job import redacted
-from spot_batch.records import Heartbeat, Receipt
+from spot_batch.records import Heartbeat, LoadProgress, Receipt
 
 if TYPE_CHECKING:
     from spot_batch.driver.plan import JobPlan
     from spot_batch.store import JobDirectory, Summary
 
 PLAIN_LINE_S = 30.0
+LOAD_QUIET_S, LOAD_LINE_S = 3.0, 10.0
 NUM_FIRST_SAMPLES = 3
 NUM_LAST_SAMPLES = 5
 _KEPT_CONTROLS = "\n\t"
@@ -85,6 +86,20 @@ class Screen:
             )
 
 
+class LoadLines:
+    """How a target comes to this machine, a line now and then; none where it is here already."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._next_s = time.monotonic() + LOAD_QUIET_S
+
+    def __call__(self, progress: LoadProgress) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s or progress.stage == "waiting":  # which is told but once
+            self._next_s = now_s + LOAD_LINE_S
+            self._screen.line(f"{describe_load(progress)} …")
+
+
 class JobScreen:
     """The progress of one job: a live display on a terminal, plain lines elsewhere."""
 
@@ -125,7 +140,10 @@ class JobScreen:
             self._next_line_s = now_s + PLAIN_LINE_S
         elif now_s >= self._next_line_s:
             self._next_line_s = now_s + PLAIN_LINE_S
-            self._screen.line(describe(heartbeat))
+            if heartbeat.num_actors or not heartbeat.loading:
+                self._screen.line(describe(heartbeat))
+            for line in describe_loads(heartbeat):
+                self._screen.line(line)
 
     def note(self, message: str) -> None:
         self._screen.line(message)
@@ -161,7 +179,7 @@ def _display(heartbeat: Heartbeat, *, width: int) -> Group:
         Text(f"{heartbeat.num_durable:,}/{heartbeat.num_samples:,}"),
     )
     lines = textwrap.wrap(describe(heartbeat), width=max(20, width - 1))
-    return Group(bar, Text("\n".join(lines), style="dim"))
+    return Group(bar, Text("\n".join((*lines, *describe_loads(heartbeat))), style="dim"))
 
 
 def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
@@ -178,6 +196,7 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
     ]
     how += f" ({', '.join(taken)} of the checkpoint)" if taken else ""
     budget = spec.speculation.budget
+    commit = f" at {info.commit[:12]}" if info.commit is not None else ""
     screen.facts(
         [
             ("job", f"{spec.name} ({plan.fingerprint[:12]})"),
@@ -187,13 +206,17 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
                 f"{plan.pinned.num_rows:,} rows, prompts in column "
                 f"{plan.pinned.prompt_column!r}" + _faults(plan),
             ),
-            ("target", f"{info.name}: {info.family.name}, blocks of {info.block_length}"),
+            (
+                "target",
+                f"{info.name}{commit}: {info.family.name}, blocks of {info.block_length}",
+            ),
             ("drafter", f"{plan.drafter.name}: {plan.drafter.why}; budget {budget}"),
             (
                 "generation",
                 f"{how}, at most {generation.max_new_tokens} new tokens, n {generation.n}, "
                 f"seed {generation.seed}",
             ),
+            ("unmasking", _unmasking(plan)),
         ]
     )
     for sample in plan.first(1):
@@ -203,6 +226,14 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
         else:
             screen.line(f"first prompt, {len(sample.request.prompt_ids)} tokens:", style="bold")
             screen.quoted(sample.prompt_text)
+
+
+def _unmasking(plan: JobPlan) -> str:
+    given = plan.spec.generation
+    threshold = f"{given.threshold:g}, {plan.threshold_of}"
+    if given.unmasking == "single":
+        return f"single: one token a forward (the threshold, {threshold}, is not in use)"
+    return f"threshold: all tokens above {threshold}"
 
 
 def _faults(plan: JobPlan) -> str:

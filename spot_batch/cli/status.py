@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from spot_batch.cli.screen import Screen, resume_command
-from spot_batch.driver.progress import describe
+from spot_batch.driver.progress import describe, describe_load
 from spot_batch.records import Heartbeat
 from spot_batch.store import JobDirectory, read_driver, read_heartbeat, scan
 from spot_batch.store.lease import is_alive
@@ -33,7 +33,9 @@ def show_status(out: Path, *, as_json: bool) -> int:
         num_audited=len(published.audits),
     )
     if not alive:
-        heartbeat = replace(heartbeat, num_in_flight=0, num_actors=0, eta_s=None, tokens_per_s=0.0)
+        heartbeat = replace(
+            heartbeat, num_in_flight=0, num_actors=0, loading=(), eta_s=None, tokens_per_s=0.0
+        )
     if as_json:
         tree: dict[str, object] = {"out": str(job.root), "name": job.spec.name}
         tree |= {"fingerprint": job.fingerprint, "driver_alive": alive, "missing_part": missing}
@@ -45,6 +47,7 @@ def show_status(out: Path, *, as_json: bool) -> int:
     if alive and record is not None:
         facts.append(("driver", f"process {record.pid} on {record.host.partition('/')[0]}"))
     facts.append(("progress", describe(heartbeat)))
+    facts += [(f"actor {each.actor}", describe_load(each.progress)) for each in heartbeat.loading]
     facts.append(("parts", f"{len(published.parts)} of {job.num_parts} written"))
     if last.message and not alive:
         facts.append(("last run", last.message))

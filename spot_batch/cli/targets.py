@@ -117,7 +117,10 @@ def _show(found: Description, memory: Memory, drafter: DrafterChoice) -> None:
             ("context", f"{info.max_context:,} positions"),
             ("chat", family.chat if info.has_chat_template else "no chat template: raw text"),
             ("sampling", _sampling(info)),
-            ("confidence", f"{family.confidence}; the reference's threshold {family.threshold:g}"),
+            (
+                "confidence",
+                f"{family.confidence}; threshold {info.threshold:g} unless the spec has one",
+            ),
             ("weights", _weights(found.weights)),
             ("KV", f"{info.sizes.kv_bytes(2):,} bytes a token in 16 bits"),
             (
@@ -187,7 +190,7 @@ def _document(found: Description) -> dict[str, object]:
         "top_p": info.top_p,
         "top_k": info.top_k,
         "confidence": info.family.confidence,
-        "threshold": info.family.threshold,
+        "threshold": info.threshold,
         "weights": asdict(found.weights),
         "kv_bytes_per_token": info.sizes.kv_bytes(2),
         "weight_hash": info.weight_hash or None,

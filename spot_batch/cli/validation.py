@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from spot_batch.cli.screen import Screen, show_plan
+from spot_batch.cli.screen import LoadLines, Screen, show_plan
 from spot_batch.driver.plan import plan_job
 from spot_batch.job import JobSpec
 from spot_batch.store import completion_schema
@@ -21,8 +21,9 @@ NUM_MEASURED = 1_000
 
 def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     """Resolve, pin, render; raises ValueError with what is wrong."""
+    screen = Screen(to_stderr=as_json)
     with tempfile.TemporaryDirectory() as scratch:
-        plan = plan_job(spec, Path(scratch))
+        plan = plan_job(spec, Path(scratch), report=LoadLines(screen))
         schema = completion_schema(pa.ipc.read_schema(pa.py_buffer(plan.pinned.schema)), plan.spec)
         samples = plan.first(NUM_MEASURED * plan.spec.generation.n)
     rows = samples[:: plan.spec.generation.n]
@@ -43,7 +44,6 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         }
         print(json.dumps(document))
         return 0
-    screen = Screen()
     out = plan.spec.output.path or f"out/{plan.spec.name}"
     show_plan(screen, plan, Path(out))
     for row in rows[1:NUM_SHOWN]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spot_batch.drafters.base import Proposals, TokenGate, best_edges
+from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.stale import MASKED, Candidates, Queries, StaleStore, candidates
 from spot_batch.noise import gumbel
 from spot_batch.records import NoiseKey
@@ -32,7 +32,7 @@ class ChainDrafter:
         best = found.log_odds.masked_fill(queries.status != MASKED, -torch.inf).argmax(1)
         weight.scatter_(1, best[:, None], 1.0)
         weight = weight.masked_fill(queries.status != MASKED, 0.0)
-        return best_edges(weight, found, TokenGate(), num_edges=1)
+        return best_edges(weight, found, num_edges=1)
 
 
 class ConfidenceTreeDrafter:
@@ -50,7 +50,7 @@ class ConfidenceTreeDrafter:
         """Weights by confidence; see `Drafter`."""
         found = candidates(stale, queries, noise_key)
         weight = confidence_shares(found, queries.status, self.sharpness)
-        return best_edges(weight, found, TokenGate())
+        return best_edges(weight, found)
 
 
 def confidence_shares(found: Candidates, status: Tensor, sharpness: float) -> Tensor:
@@ -81,4 +81,4 @@ class RandomDrafter:
             token=torch.zeros_like(queries.status),
         )
         weight = drawn.masked_fill(~masked, -torch.inf).softmax(dim=1).nan_to_num(nan=0.0)
-        return best_edges(weight, found, TokenGate())
+        return best_edges(weight, found)

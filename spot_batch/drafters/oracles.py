@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spot_batch.drafters.base import Proposals, TokenGate, best_edges
+from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.baselines import confidence_shares
 from spot_batch.drafters.stale import MASKED, Candidates, Queries, StaleStore, candidates
 from spot_batch.records import NoiseKey
@@ -46,7 +46,7 @@ class OracleDrafter:
         if self._kind != "position":
             token = torch.where(tokens >= 0, tokens, found.token)
             found = Candidates(token, found.second, found.log_odds, found.log_prob)
-        return best_edges(weight, found, TokenGate())
+        return best_edges(weight, found)
 
     def _known(self, queries: Queries) -> tuple[Tensor, Tensor]:
         """(q,) the position committed next and (q, W) the token of each position; -1: unknown."""

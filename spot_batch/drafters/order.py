@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spot_batch.drafters.base import Proposals, TokenGate, best_edges
+from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.stale import (
     COMMITTED,
     MASKED,
@@ -37,6 +37,10 @@ from spot_batch.records import NoiseKey
 KIND = "order"
 _LOG_ODDS_SCALE = 8.0
 _MOST_ODDS = 60.0  # at temperature 0.5 odds are squared: a sure token's log-odds pass 30
+_SECOND_SHARE = 0.6
+"""Of the commits that are not the candidate token, those that are its runner-up: 0.65 one commit
+after the stale state, 0.53 after six (the bundled target at temperatures 0 to 1.5)."""
+
 _MOST_LAYERS, _MOST_WIDE = 256, 65_536  # beyond, a card is in error
 
 
@@ -171,9 +175,10 @@ def order_features(found: Candidates, status: Tensor, staleness: Tensor) -> Tens
 
 def edge_weights(
     score: Tensor, agreement: Tensor, status: Tensor, staleness: Tensor, calibration: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """What a model says of (q, W) positions, (q,) commits since the stale state and a calibration's
-    table -> (q, W) probabilities that the target commits the candidate token there next.
+    table -> two (q, W) probabilities: that the target commits the candidate token there next, and
+    that it commits another one there.
 
     0 where the position is not masked.
     """
@@ -181,7 +186,8 @@ def edge_weights(
     heat, doubt, offset = calibration[:, depth, None]
     score = (score / heat).masked_fill(status != MASKED, -torch.inf)
     order: Tensor = score.softmax(dim=1).nan_to_num(nan=0.0)
-    return order * torch.sigmoid(agreement / doubt + offset)
+    stands = torch.sigmoid(agreement / doubt + offset)
+    return order * stands, order * (1.0 - stands)
 
 
 class OrderDrafter:
@@ -192,25 +198,24 @@ class OrderDrafter:
         model: OrderModel,
         name: str = KIND,
         *,
-        gate: TokenGate | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self.model = model.eval()
-        self.gate = gate or TokenGate()
         self.name = name
         self.calibration = calibration or Calibration()
         self._table = self.calibration.table(model.head.weight.device)
 
     @torch.inference_mode()
     def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
-        """q(position | state) times the chance that the candidate token stands; see `Drafter`."""
+        """q(position | state) times the chance that the candidate token stands, and beside it the
+        runner-up where it does not; see `Drafter`."""
         found = candidates(stale, queries, noise_key)
         staleness = queries.num_committed - stale.num_committed[queries.row]
         score, agreement = self.model(
             order_features(found, queries.status, staleness.float()), queries.status
         )
-        weight = edge_weights(score, agreement, queries.status, staleness, self._table)
-        return best_edges(weight, found, self.gate)
+        weight, other = edge_weights(score, agreement, queries.status, staleness, self._table)
+        return best_edges(weight, found, second=_SECOND_SHARE * other)
 
 
 def weights_file(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spot_batch.drafters.base import Proposals, TokenGate, best_edges
+from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.stale import MASKED, Queries, StaleStore, candidates
 from spot_batch.records import NoiseKey
 
@@ -23,4 +23,4 @@ class RankingDrafter:
         masked = queries.status == MASKED
         order = (_SHARPNESS * found.log_odds).masked_fill(~masked, -torch.inf).softmax(dim=1)
         weight = (order * torch.sigmoid(found.log_odds)).masked_fill(~masked, 0.0)
-        return best_edges(weight.nan_to_num(nan=0.0), found, TokenGate())
+        return best_edges(weight.nan_to_num(nan=0.0), found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from spot_batch.actor import Actor, ActorInfo
 from spot_batch.driver.embedded import Machine
 from spot_batch.driver.progress import no_space
 from spot_batch.job import JobSpec
-from spot_batch.records import Lease, Progress
+from spot_batch.records import ActorLoading, Lease, LoadProgress, LoadReport, Progress
 from spot_batch.store import JobDirectory, StorageFull
 
 EXCHANGE_S = 0.5
+LOAD_REPORT_S = 1.0
 ROWS_TO_AN_ACTOR = 8
 
 
@@ -30,7 +33,7 @@ class Failure:
     is_full_disk: bool = False
 
 
-Answer = ActorInfo | Progress | Failure
+Answer = ActorInfo | LoadProgress | Progress | Failure
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Member:
     handle: Any
     pending: Any
     info: ActorInfo | None = None
+    loading: LoadProgress | None = None
     progress: Progress = field(default_factory=Progress)
     num_published: int = 0
 
@@ -57,10 +61,26 @@ class RemoteActor:
         self._out = out
         self._index = index
         self._actor: Actor | None = None
+        self._making: Future[Actor] | None = None
+        self._load_progress = LoadProgress("checking")
 
-    def load(self) -> ActorInfo:
-        self._actor = Actor(Path(self._out), self._index)
+    def load(self, timeout_s: float) -> ActorInfo | LoadProgress:
+        """Begin to load, or go on: what the actor is, or how far it is when the time is up.
+
+        Raises what loading raised.
+        """
+        if self._making is None:
+            self._making = ThreadPoolExecutor(1).submit(self.make, self._note)
+        if not wait_for([self._making], timeout=timeout_s).done:
+            return self._load_progress
+        self._actor = self._making.result()
         return self._actor.info
+
+    def make(self, report: LoadReport) -> Actor:
+        return Actor(Path(self._out), self._index, report=report)
+
+    def _note(self, progress: LoadProgress) -> None:
+        self._load_progress = progress
 
     def exchange(self, leases: Sequence[Lease], timeout_s: float) -> Progress:
         """New leases in, news out: one call, so that a report always counts what was lent."""
@@ -88,6 +108,15 @@ class Fleet:
         return sum(member.info is not None for member in self._members)
 
     @property
+    def loading(self) -> tuple[ActorLoading, ...]:
+        """Those that are not ready, as far as they have said how far they are."""
+        return tuple(
+            ActorLoading(member.index, member.loading)
+            for member in self._members
+            if member.info is None and member.loading is not None
+        )
+
+    @property
     def num_in_flight(self) -> int:
         return sum(member.progress.num_in_flight for member in self._members)
 
@@ -99,8 +128,11 @@ class Fleet:
                 self._next_index,
                 num_gpus=gpus_per_actor(self._job.spec, self._machine),
             )
-            self._members.append(Member(self._next_index, handle, handle.load.remote()))
+            self._members.append(Member(self._next_index, handle, _load(handle)))
             self._next_index += 1
+
+    def go_on_loading(self, member: Member) -> None:
+        member.pending = _load(member.handle)
 
     def exchange(self, member: Member, leases: Sequence[Lease]) -> None:
         member.pending = member.handle.exchange.remote(leases, EXCHANGE_S)
@@ -145,7 +177,7 @@ class Fleet:
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         try:
-            answer: ActorInfo | Progress = ray.get(ref)
+            answer: ActorInfo | LoadProgress | Progress = ray.get(ref)
             return answer
         except RayTaskError as error:
             return _failure(error.cause, str(error))
@@ -155,6 +187,10 @@ class Fleet:
             return Failure(message="its process died", detail=log)
         except RayError as error:
             return Failure(message=str(error).partition("\n")[0], detail=str(error))
+
+
+def _load(handle: Any) -> Any:
+    return handle.load.remote(LOAD_REPORT_S)
 
 
 def _failure(cause: BaseException, trace: str) -> Failure:

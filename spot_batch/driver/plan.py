@@ -12,7 +12,7 @@ from spot_batch.actor import model_info, sample_preparer, wanted_drafter
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
 from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
-from spot_batch.records import PinnedInput, RunFacts
+from spot_batch.records import LoadReport, PinnedInput, RunFacts, unreported
 from spot_batch.store import JobDirectory, SpecConflict
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, packaged_targets
 
@@ -22,7 +22,8 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
     """All that is known of a job without loading a weight. `spec` is resolved; `from_checkpoint`
-    are the sampling fields that it left to the checkpoint's generation_config."""
+    are the sampling fields that it left to the checkpoint's generation_config; `threshold_of` says
+    whose the threshold is."""
 
     spec: JobSpec
     info: ModelInfo
@@ -32,6 +33,7 @@ class JobPlan:
     fingerprint: str
     fields: dict[str, object]
     from_checkpoint: tuple[str, ...] = ()
+    threshold_of: str = "the job's own"
 
     @property
     def num_samples(self) -> int:
@@ -49,26 +51,35 @@ class JobPlan:
         return self.preparer().prepare(range(min(count, self.num_samples)))
 
 
-def plan_job(spec: JobSpec, out: Path) -> JobPlan:
+def plan_job(spec: JobSpec, out: Path, *, report: LoadReport = unreported) -> JobPlan:
     """Look everything up that a new or resubmitted job needs; raises ValueError with the reason.
 
-    Writes nothing but a hub dataset's rows, into the job directory.
+    What the spec leaves open is as the job in `out` has it, if there is one. Writes nothing but a
+    hub dataset's rows, into the job directory.
     """
-    info = model_info(spec)
-    given = spec.generation
-    left_open = tuple(name for name in _SAMPLING if getattr(given, name) is None)
+    given, spec = spec, _as_begun(spec, out)
+    info = model_info(spec, report=report)
+    left_open = tuple(name for name in _SAMPLING if getattr(spec.generation, name) is None)
+    threshold_of = _threshold_of(given, begun=spec, info=info)
     spec = _pinned_down(
-        with_model_defaults(spec, temperature=info.temperature, top_p=info.top_p, top_k=info.top_k),
+        with_model_defaults(
+            spec,
+            temperature=info.temperature,
+            top_p=info.top_p,
+            top_k=info.top_k,
+            threshold=info.threshold,
+        ),
         info,
     )
     pinned = pin_input(spec, hub_dir=JobDirectory(out).hub_input)
-    return replace(_planned(spec, info, pinned), from_checkpoint=left_open)
+    plan = _planned(spec, info, pinned)
+    return replace(plan, from_checkpoint=left_open, threshold_of=threshold_of)
 
 
-def plan_of(job: JobDirectory) -> JobPlan:
+def plan_of(job: JobDirectory, *, report: LoadReport = unreported) -> JobPlan:
     """The plan of a job that was submitted before; its input must be what it was."""
     check_unchanged(job.pinned)
-    plan = _planned(job.spec, model_info(job.spec), job.pinned)
+    plan = _planned(job.spec, model_info(job.spec, report=report), job.pinned)
     if plan.fingerprint != job.fingerprint:
         # The one way to get here: the target's files are not what they were.
         now = json.loads(json.dumps(plan.fields))
@@ -89,13 +100,49 @@ def _planned(spec: JobSpec, info: ModelInfo, pinned: PinnedInput) -> JobPlan:
     )
 
 
+def _as_begun(spec: JobSpec, out: Path) -> JobSpec:
+    """The spec with what it leaves open as the job in `out` settled it, if it is of this target:
+    the same command goes on where it stopped though a branch moved on the hub meanwhile."""
+    if not JobDirectory(out).exists:
+        return spec
+    begun = JobDirectory.open(out).spec
+    tree = spec.model_dump()
+    target = tree["model"]["target"]
+    if _full_path(target["path"]) != begun.model.target.path:
+        return spec
+    if target["revision"] is None:
+        target["revision"] = begun.model.target.revision
+    if tree["generation"]["threshold"] is None:
+        tree["generation"]["threshold"] = begun.generation.threshold
+    return check_spec(tree)
+
+
+def _threshold_of(given: JobSpec, *, begun: JobSpec, info: ModelInfo) -> str:
+    if given.generation.threshold is not None:
+        return "the spec's"
+    if begun.generation.threshold is not None:
+        return "the job's own"
+    if info.name in packaged_targets():
+        return "the bundled targets'"
+    return f"the {info.family.name} family's"
+
+
+def _full_path(target: str) -> str:
+    """A local folder from the root on; other targets as they are called."""
+    return str(Path(target).expanduser().absolute()) if _is_folder(target) else target
+
+
+def _is_folder(target: str) -> bool:
+    return target not in packaged_targets() and Path(target).expanduser().is_dir()
+
+
 def _pinned_down(spec: JobSpec, info: ModelInfo) -> JobSpec:
     """Local folders by full path, hub ids by their commit: actors need not start where or when the
     command was given."""
     tree = spec.model_dump()
     target, drafter = tree["model"]["target"], tree["model"]["drafter"]
-    if target["path"] not in packaged_targets() and Path(target["path"]).expanduser().is_dir():
-        target["path"] = str(info.path.absolute())
+    if _is_folder(target["path"]):
+        target["path"] = _full_path(target["path"])
     elif info.commit is not None:
         target["revision"] = info.commit
     if drafter["path"] is not None:

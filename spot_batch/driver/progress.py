@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Literal, Protocol
 
-from spot_batch.records import Heartbeat, Receipt
+from spot_batch.records import Heartbeat, LoadProgress, LoadStage, Receipt
 from spot_batch.store import StorageFull, Totals
 
 State = Literal["starting", "running", "stopping", "finishing", "complete", "stopped", "failed"]
@@ -25,6 +25,15 @@ class Exit(IntEnum):
 
 
 ENDED: tuple[State, ...] = ("complete", "stopped", "failed")
+
+LOAD_STAGES: dict[LoadStage, str] = {
+    "waiting": "waiting for another process's download",
+    "downloading": "downloading",
+    "checking": "checking weights",
+    "loading": "loading target",
+    "measuring": "measuring numerics",
+}
+LOADS_SHOWN = 4
 
 SPEED_WINDOW_S = 300.0
 ESTIMATE_AFTER = 32
@@ -136,6 +145,22 @@ def describe_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def describe_load(progress: LoadProgress) -> str:
+    """As in: loading target 3.1 of 16.4 GB."""
+    what, total = LOAD_STAGES[progress.stage], progress.num_bytes_total
+    if not total:
+        return what
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{what} {progress.num_bytes / unit:.1f} of {total / unit:.1f} {name}"
+
+
+def describe_loads(heartbeat: Heartbeat) -> list[str]:
+    """A line an actor that is not ready; of many, the first."""
+    lines = [f"actor {each.actor}: {describe_load(each.progress)}" for each in heartbeat.loading]
+    left = len(lines) - LOADS_SHOWN
+    return lines if left <= 0 else [*lines[:LOADS_SHOWN], f"and {left} more actors loading"]
 
 
 def describe(heartbeat: Heartbeat) -> str:

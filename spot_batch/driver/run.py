@@ -32,7 +32,15 @@ from spot_batch.driver.progress import (
 )
 from spot_batch.inputs import audit_sample_ids
 from spot_batch.job import JobSpec
-from spot_batch.records import Heartbeat, Lease, Outcome, Receipt, RowError, RunFacts
+from spot_batch.records import (
+    Heartbeat,
+    Lease,
+    LoadProgress,
+    Outcome,
+    Receipt,
+    RowError,
+    RunFacts,
+)
 from spot_batch.store import (
     DriverLease,
     JobDirectory,
@@ -255,6 +263,10 @@ class _Run:
         if isinstance(answer, Failure):
             self._bury(fleet, member, answer)
             return
+        if isinstance(answer, LoadProgress):
+            self._note_loading(member, answer)
+            fleet.go_on_loading(member)
+            return
         if isinstance(answer, ActorInfo):
             self._welcome(fleet, member, answer)
         else:
@@ -262,6 +274,12 @@ class _Run:
             member.num_published += sum(receipt.num_rows for receipt in answer.receipts)
             self._record(member, answer.receipts)
         fleet.exchange(member, self._leases_for(member, fleet.num_wanted))
+
+    def _note_loading(self, member: Member, progress: LoadProgress) -> None:
+        """Where it is goes into the heartbeat; only another stage is an event."""
+        if member.loading is None or member.loading.stage != progress.stage:
+            self._event("actor_loading", actor=member.index, stage=progress.stage)
+        member.loading = progress
 
     def _welcome(self, fleet: Fleet, member: Member, info: ActorInfo) -> None:
         member.info = info
@@ -436,6 +454,7 @@ class _Run:
             num_audited=len(self._audited),
             num_actors=fleet.num_live if fleet is not None else 0,
             num_actors_wanted=fleet.num_wanted if fleet is not None else 0,
+            loading=fleet.loading if fleet is not None else (),
             tokens_per_s=tokens_per_s,
             rows_per_s=rows_per_s,
             accepted_per_forward=accepted_per_forward(totals),

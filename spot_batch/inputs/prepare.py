@@ -179,6 +179,7 @@ def sampling_params(
     assert given.temperature is not None, "the spec's sampling fields are resolved first"
     assert given.top_p is not None
     assert given.top_k is not None
+    assert given.threshold is not None
     rule = given.advanced.confidence
     return SamplingParams(
         max_new_tokens=given.max_new_tokens,

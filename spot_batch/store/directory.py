@@ -58,7 +58,8 @@ class SpecConflict(ValueError):
         lines = "\n".join(f"  {line}" for line in self.differences)
         return (
             f"{self.root} holds a job of another spec:\n{lines}\n"
-            "Give another output folder, or undo the change to go on with this one."
+            "Give another output folder, or undo the change to go on with this one "
+            "(`spot-batch resume` takes it as it was begun)."
         )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from spot_batch.records import Heartbeat
+from spot_batch.records import ActorLoading, Heartbeat, LoadProgress
 from spot_batch.store.directory import JobDirectory
 from spot_batch.store.files import speaking_plainly, write_atomically
 
@@ -21,8 +21,13 @@ def write_heartbeat(job: JobDirectory, heartbeat: Heartbeat) -> None:
 
 def read_heartbeat(job: JobDirectory) -> Heartbeat | None:
     try:
-        return Heartbeat(**json.loads(job.heartbeat_path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        tree = json.loads(job.heartbeat_path.read_text())
+        loading = tuple(
+            ActorLoading(each["actor"], LoadProgress(**each["progress"]))
+            for each in tree.pop("loading", ())
+        )
+        return Heartbeat(**tree, loading=loading)
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
         return None
 
 

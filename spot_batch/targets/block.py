@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.attention import KVCache, SlotAttention
 from spot_batch.targets.body import HEAD, Body
 from spot_batch.targets.dtypes import choose_dtype
@@ -146,6 +147,7 @@ def load_target(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     canonical: bool = True,
+    report: LoadReport = unreported,
 ) -> BlockTarget:
     """Load a target's weights onto a device; ModelError where they do not fit the config."""
     device = torch.device(device)
@@ -155,22 +157,29 @@ def load_target(
     )
     check_weights(info)
     body.materialise(device)
-    _read_weights(body, info.path)
+    _read_weights(body, info.path, report)
     return BlockTarget(body, info, canonical=canonical)
 
 
-def _read_weights(body: Body, path: Path) -> None:
+def _read_weights(body: Body, path: Path, report: LoadReport) -> None:
     """Copy every stored tensor to its place on the device, one at a time."""
-    places = {**body.published(), **body.stacked()}
-    for file in weight_files(path):
+    places, files = {**body.published(), **body.stacked()}, weight_files(path)
+    done, total = 0, sum(file.stat().st_size for file in files)
+    for file in files:
+        begun = done
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118
                     if name == HEAD and body.sizes.is_tied:
                         continue  # some store the copy too
-                    places[name].copy_(stored.get_tensor(name))
+                    tensor = stored.get_tensor(name)
+                    places[name].copy_(tensor)
+                    done += tensor.nbytes
+                    report(LoadProgress("loading", done, total))
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: the weights cannot be loaded ({error})") from error
+        done = begun + file.stat().st_size  # with its header, and a copy that was left out
+        report(LoadProgress("loading", done, total))
     if body.sizes.is_tied:
         body.tie_head()
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 _PACKAGED = Path(__file__).parent.parent / "assets" / "targets"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -14,14 +23,13 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def locate(target: str, *, revision: str | None = None) -> Path:
+def locate(target: str, *, revision: str | None = None, report: LoadReport = unreported) -> Path:
     """The local folder of a target; a hub id is downloaded (or found in the cache).
 
-    Processes of a node that ask for one repository at once get each file once: the hub's library
-    holds a lock a file, writes aside and renames. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE count.
+    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE count.
     """
     folder = find_folder(target, revision=revision)
-    return folder if folder is not None else download(target, revision=revision)
+    return folder if folder is not None else download(target, revision=revision, report=report)
 
 
 def find_folder(target: str, *, revision: str | None = None) -> Path | None:
@@ -59,8 +67,17 @@ def find_cached(target: str, *, revision: str | None = None) -> Path | None:
     return paths[0].parent if len(paths) == len(found) else None
 
 
-def download(target: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
-    """A hub id's files, from the cache or the hub. Raises ModelError in one sentence."""
+def download(
+    target: str,
+    *,
+    revision: str | None = None,
+    with_weights: bool = True,
+    report: LoadReport = unreported,
+) -> Path:
+    """A hub id's files, from the cache or the hub. Raises ModelError in one sentence.
+
+    Of all processes that share a cache one downloads a repository, the others wait and find it.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
@@ -75,7 +92,15 @@ def download(target: str, *, revision: str | None = None, with_weights: bool = T
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     offline = constants.is_offline_mode()
     try:
-        path = Path(snapshot_download(target, revision=revision, allow_patterns=patterns))
+        with _alone(target, report) if not offline else nullcontext():
+            path = Path(
+                snapshot_download(
+                    target,
+                    revision=revision,
+                    allow_patterns=patterns,
+                    tqdm_class=None if report is unreported else _byte_counter(report),
+                )
+            )
     except GatedRepoError as error:
         raise ModelError(
             f"{target}: the repository is gated: accept its terms at {constants.ENDPOINT}/{target} "
@@ -108,6 +133,61 @@ def download(target: str, *, revision: str | None = None, with_weights: bool = T
     if not (path / "config.json").is_file():
         raise ModelError(f"{target}: the repository has no config.json")
     return path
+
+
+@contextmanager
+def _alone(target: str, report: LoadReport) -> Iterator[None]:
+    """Hold a repository's lock in the hub's cache; others of this node are waited for.
+
+    A cache that cannot be written to has nothing to lock: its library still locks file by file.
+    """
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{target.replace('/', '--')}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "spot-batch.lock", os.O_RDWR | os.O_CREAT, 0o664)
+    except OSError:
+        yield
+        return
+    try:
+        _lock(lock, report)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, report: LoadReport) -> None:
+    """Wait for a lock that goes with its process; some file systems have none."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(LoadProgress("waiting"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        logger.debug("the cache's file system has no locks: files may be asked for twice")
+
+
+def _byte_counter(report: LoadReport) -> type:
+    """A progress bar for the hub's library that shows nothing and reports the bytes that came.
+
+    The total grows as files begin: the library asks for some at a time.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Of its bars one counts bytes as they are written.
+            self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            self._done = 0
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts:
+                self._done += int(n or 0)
+                report(LoadProgress("downloading", self._done, int(self.total or 0)))
+
+    return Counter
 
 
 def commit_of(path: Path) -> str | None:

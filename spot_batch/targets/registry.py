@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from spot_batch.records import LoadReport, unreported
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.families import Family, family_of
 from spot_batch.targets.files import read_json
@@ -37,6 +38,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_BUNDLED_THRESHOLD = 0.9  # the bundled targets are no release of SDAR's authors: their own
 _SUFFIX = re.compile(r"-b(\d+)$")
 
 
@@ -46,7 +48,8 @@ class ModelInfo:
 
     `forbidden_ids` are never written: the mask, and rows of the head that have no text.
     `weight_hash` and `tokenizer_hash` are sha256 over the files' bytes, "" where these were not
-    read. `commit` is the hub's; `warnings` are sentences about facts that contradict one another.
+    read. `threshold` is what a spec that names none gets. `commit` is the hub's; `warnings` are
+    sentences about facts that contradict one another.
     """
 
     name: str
@@ -62,6 +65,7 @@ class ModelInfo:
     temperature: float
     top_p: float
     top_k: int
+    threshold: float
     weight_hash: str
     tokenizer_hash: str
     warnings: tuple[str, ...]
@@ -92,18 +96,19 @@ def resolve_model(
     revision: str | None = None,
     block_length: int | None = None,
     mask_id: int | None = None,
+    report: LoadReport = unreported,
 ) -> ModelInfo:
     """Look a target up: packaged, in a local folder or on the hub; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.
     """
-    path = locate(target, revision=revision)
+    path = locate(target, revision=revision, report=report)
     info = describe_folder(target, path, block_length=block_length, mask_id=mask_id)
     check_weights(info)
     for warning in info.warnings:
         logger.warning("%s", warning)
-    return with_weight_hash(info)
+    return with_weight_hash(info, report=report)
 
 
 def describe_folder(
@@ -133,6 +138,7 @@ def describe_folder(
         temperature=0.0 if generation.get("do_sample") is False else temperature,
         top_p=_number(generation, "top_p", 1.0),
         top_k=int(_number(generation, "top_k", 0)),
+        threshold=_BUNDLED_THRESHOLD if target in packaged_targets() else folder.family.threshold,
         weight_hash="",
         tokenizer_hash=hash_files(
             path, [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
@@ -173,6 +179,7 @@ def describe_published(
         temperature=sampling.get("temperature", family.temperature),
         top_p=sampling.get("top_p", 1.0),
         top_k=int(sampling.get("top_k", 0)),
+        threshold=family.threshold,
         weight_hash="",
         tokenizer_hash="",
         warnings=tuple(notes),
@@ -189,9 +196,9 @@ def check_weights(info: ModelInfo) -> None:
         )
 
 
-def with_weight_hash(info: ModelInfo) -> ModelInfo:
+def with_weight_hash(info: ModelInfo, *, report: LoadReport = unreported) -> ModelInfo:
     """The same, with the weights read for their hash."""
-    return replace(info, weight_hash=hash_weights(info.path))
+    return replace(info, weight_hash=hash_weights(info.path, report=report))
 
 
 # -- facts -----------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.files import read_json
 
@@ -19,6 +20,7 @@ INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 _LENGTH_BYTES = 8
+_HASHED_BYTES = 2**23  # at a time
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself takes
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -80,17 +82,25 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def hash_weights(path: Path) -> str:
+def hash_weights(path: Path, *, report: LoadReport = unreported) -> str:
     """sha256 over the names and bytes of the weight files."""
-    return hash_files(path, weight_files(path))
+    return hash_files(path, weight_files(path), report=report)
 
 
-def hash_files(path: Path, files: Sequence[Path]) -> str:
+def hash_files(path: Path, files: Sequence[Path], *, report: LoadReport = unreported) -> str:
     """sha256 over the names below `path` and the sha256 of the files."""
     digest = hashlib.sha256()
+    total = sum(file.stat().st_size for file in files if _blob_sha256(file) is None)
+    done = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        report(LoadProgress("checking", done, total))
+
     for file in files:
         digest.update(str(file.relative_to(path)).encode())
-        digest.update(_sha256(file))
+        digest.update(_blob_sha256(file) or _sha256(file, count))
     return digest.hexdigest()
 
 
@@ -99,12 +109,13 @@ def hash_is_free(path: Path) -> bool:
     return all(_blob_sha256(file) is not None for file in weight_files(path))
 
 
-def _sha256(file: Path) -> bytes:
-    known = _blob_sha256(file)
-    if known is not None:
-        return known
+def _sha256(file: Path, count: Callable[[int], None]) -> bytes:
+    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
+        while piece := stream.read(_HASHED_BYTES):
+            digest.update(piece)
+            count(len(piece))
+    return digest.digest()
 
 
 def _blob_sha256(file: Path) -> bytes | None:

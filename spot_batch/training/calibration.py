@@ -125,7 +125,7 @@ class Chains:
         """Of each end under a calibration: (n,) its best guess, the mass behind it, whether the
         target went there."""
         depth = torch.full((len(self),), self.depth)
-        weight = edge_weights(
+        weight, _ = edge_weights(
             self._score, self._agreement, self._status, depth, calibration.table()
         )
         best = weight.argmax(dim=1)

@@ -151,7 +151,7 @@ def _answers(
         part = states.take(rows).to(device)
         asked = make_examples(states, rows, deep, device=device)
         score, agreement = model(asked.features, asked.status)
-        weight = edge_weights(score, agreement, asked.status, asked.depth, table)
+        weight, _ = edge_weights(score, agreement, asked.status, asked.depth, table)
         # The best position by the order head alone is what "next commit" speaks of.
         masked = asked.status == MASKED
         next_one = score.masked_fill(~masked, -torch.inf).argmax(dim=1)

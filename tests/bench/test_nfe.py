@@ -154,3 +154,22 @@ def test_prompts_are_printed_as_the_model_is_given_them(data: Path) -> None:
     assert "<|im_start|>" in output
     code, output = bench("prompts", "--tasks", "gsm8k", "--template")
     assert "{{ question }}" in output
+
+
+def test_commit_order_has_a_row_a_block_and_a_picture(target: Path, tmp_path: Path) -> None:
+    picture, rows = tmp_path / "order.png", tmp_path / "order.json"
+    code, output = bench(
+        *("commit-order", "--model", str(target), "--limit", "4", "--max-new-tokens", "40"),
+        *("--plot", str(picture), "--json", str(rows)),
+    )
+    assert code == 0, output
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    found = json.loads(rows.read_text())
+    blocks = found["blocks"]
+    assert [row["block"] for row in blocks] == list(range(1, len(blocks) + 1))
+    assert all(0.0 <= row["stale_argmax"] <= 1.0 for row in blocks)
+    ratio = {(each["knows"], each["budget"]): each["nfe_ratio"] for each in found["oracles"]}
+    assert ratio["full", 8] >= max(ratio["position", 8], ratio["token", 8])
+    code, output = bench("commit-order", "--model", str(target), "--task", "synthetic,gsm8k")
+    assert code == 2
+    assert "--task wants one task" in output

@@ -15,10 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_batch.cli import app, running, specs
-from spot_batch.cli.screen import Screen, printable
+from spot_batch.cli.screen import JobScreen, LoadLines, Screen, printable
 from spot_batch.job import load_spec
-from spot_batch.records import Heartbeat
+from spot_batch.records import ActorLoading, Heartbeat, LoadProgress
 from spot_batch.store import DriverAlive, JobDirectory, acquire_driver_lease, write_heartbeat
+from tests.driver.jobs import begin
 
 
 class Done:
@@ -261,6 +262,50 @@ def test_a_complete_job_without_its_parts_is_not_called_complete(tmp_path: Path)
     assert document["state"] == "damaged"
     assert document["missing_part"] == f"data/{job.part_name(0)}"
     assert f"damaged: data/{job.part_name(0)} is missing" in Done(["status", out]).shown
+
+
+def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = begin(tmp_path / "out", load_spec(None, {"input.source": str(rows)}))
+    loading = ActorLoading(1, LoadProgress("loading", 3_140_000_000, 16_381_470_720))
+    heartbeat = Heartbeat(state="starting", num_samples=5, num_durable=0, loading=(loading,))
+    with acquire_driver_lease(job):
+        write_heartbeat(job, heartbeat)
+        shown = Done(["status", job.root]).shown
+        document = json.loads(Done(["status", job.root, "--json"]).shown)
+    assert "actor 1   loading target 3.1 of 16.4 GB" in shown
+    assert document["loading"] == [
+        {
+            "actor": 1,
+            "progress": {
+                "stage": "loading",
+                "num_bytes": 3_140_000_000,
+                "num_bytes_total": 16_381_470_720,
+            },
+        }
+    ]
+    assert "actor 1 " not in Done(["status", job.root]).shown, "its driver is gone"
+    monkeypatch.setattr("spot_batch.cli.screen.PLAIN_LINE_S", 0.0)
+    with JobScreen(Screen(), job) as screen:
+        screen.update(heartbeat)
+        screen.update(heartbeat)
+        assert capsys.readouterr().out == "starting …\nactor 1: loading target 3.1 of 16.4 GB\n"
+
+
+def test_files_that_take_long_are_said_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = LoadLines(Screen())
+    at_once(LoadProgress("checking", 1, 2))
+    at_once(LoadProgress("waiting"))
+    monkeypatch.setattr("spot_batch.cli.screen.LOAD_QUIET_S", -1.0)
+    later = LoadLines(Screen())
+    for num_bytes in range(1, 10):
+        later(LoadProgress("downloading", num_bytes * 10**9, 9 * 10**9))
+    assert capsys.readouterr().out == (
+        "waiting for another process's download …\ndownloading 1.0 of 9.0 GB …\n"
+    )
 
 
 def _ended(at: float) -> Heartbeat:

@@ -6,8 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from spot_batch.actor import Actor, ActorInfo
+from spot_batch.actor import Actor
 from spot_batch.driver.fleet import RemoteActor
+from spot_batch.records import LoadReport
 
 POISON = "hemlock"
 
@@ -20,6 +21,5 @@ class PoisonedActor(Actor):
 
 
 class PoisonedRemote(RemoteActor):
-    def load(self) -> ActorInfo:
-        self._actor = PoisonedActor(Path(self._out), self._index)
-        return self._actor.info
+    def make(self, report: LoadReport) -> PoisonedActor:
+        return PoisonedActor(Path(self._out), self._index, report=report)

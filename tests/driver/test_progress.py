@@ -1,7 +1,14 @@
 from __future__ import annotations
 
-from spot_batch.driver.progress import Meter, describe, describe_seconds
-from spot_batch.records import Heartbeat, Receipt, SampleStats
+from spot_batch.driver.progress import (
+    LOADS_SHOWN,
+    Meter,
+    describe,
+    describe_load,
+    describe_loads,
+    describe_seconds,
+)
+from spot_batch.records import ActorLoading, Heartbeat, LoadProgress, Receipt, SampleStats
 from spot_batch.store import Totals
 
 
@@ -62,6 +69,37 @@ def test_the_progress_line_keeps_durable_and_in_flight_apart() -> None:
     assert line.startswith("rows 500/2,000 (25.0 %) durable · in flight 64 · ")
     assert "forwards saved 1,234 (2.50x)" in line
     assert line.endswith("ETA 1 min 15 s · actors 1/2")
+
+
+def test_a_load_is_said_in_bytes_where_it_has_any() -> None:
+    assert [
+        describe_load(each)
+        for each in (
+            LoadProgress("waiting"),
+            LoadProgress("downloading", 9_100_000_000, 16_381_470_720),
+            LoadProgress("checking", 0, 500_000),
+            LoadProgress("loading", 3_140_000_000, 16_381_470_720),
+            LoadProgress("measuring"),
+        )
+    ] == [
+        "waiting for another process's download",
+        "downloading 9.1 of 16.4 GB",
+        "checking weights 0.0 of 0.5 MB",
+        "loading target 3.1 of 16.4 GB",
+        "measuring numerics",
+    ]
+
+
+def test_of_many_actors_that_load_the_first_are_shown() -> None:
+    def loads(count: int) -> list[str]:
+        loading = tuple(ActorLoading(index, LoadProgress("measuring")) for index in range(count))
+        return describe_loads(
+            Heartbeat(state="starting", num_samples=9, num_durable=0, loading=loading)
+        )
+
+    assert loads(0) == []
+    assert loads(LOADS_SHOWN)[-1] == f"actor {LOADS_SHOWN - 1}: measuring numerics"
+    assert loads(LOADS_SHOWN + 60)[LOADS_SHOWN:] == ["and 60 more actors loading"]
 
 
 def test_durations_are_written_as_people_write_them() -> None:

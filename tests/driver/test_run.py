@@ -13,6 +13,7 @@ import pytest
 
 from spot_batch.driver.progress import Exit, Silent
 from spot_batch.driver.run import run_job
+from spot_batch.records import Heartbeat
 from spot_batch.store import JobDirectory, acquire_driver_lease, read_driver
 from tests.driver.jobs import (
     NUM_ROWS,
@@ -33,6 +34,8 @@ from tests.driver.jobs import (
     write_rows,
 )
 from tests.driver.poisoned import POISON, PoisonedRemote
+from tests.driver.watched import WatchedRemote
+from tests.families import write_checkpoint
 from tests.models import write_target
 
 pytestmark = pytest.mark.ray
@@ -138,6 +141,46 @@ def test_a_job_whose_first_rows_all_fail_stops_early(tmp_path: Path) -> None:
     assert result.exit_code == Exit.TOO_MANY_ERRORS
     assert "stopped early" in result.message
     assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+class Watching(Silent):
+    """Keeps every heartbeat."""
+
+    def __init__(self) -> None:
+        self.seen: list[Heartbeat] = []
+
+    def update(self, heartbeat: Heartbeat) -> None:
+        self.seen.append(heartbeat)
+
+
+def test_a_target_that_loads_says_how_far_it_is_actor_by_actor(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_checkpoint(tmp_path / "model", "sdar", num_shards=2)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    monkeypatch.setattr("spot_batch.driver.fleet.RemoteActor", WatchedRemote)
+    monkeypatch.setattr("spot_batch.driver.fleet.LOAD_REPORT_S", 0.0)
+    monkeypatch.setattr("spot_batch.driver.run.HEARTBEAT_S", 0.0)
+    overrides = {"model.target": str(model), "generation.max_new_tokens": 8}
+    job, plan = begin(tmp_path / "out", small_spec(rows, overrides))
+    ui = Watching()
+    with acquire_driver_lease(job) as lease:
+        result = run_job(job, plan.facts, ui, lease=lease)
+    assert result.exit_code == Exit.COMPLETE, result.message
+    for actor in range(2):
+        told = [
+            each.progress
+            for heartbeat in ui.seen
+            for each in heartbeat.loading
+            if each.actor == actor and each.progress.stage == "loading"
+        ]
+        assert {progress.num_bytes_total for progress in told} == {size}
+        assert len({progress.num_bytes for progress in told}) > 2
+        assert max(progress.num_bytes for progress in told) == size
+    stages = ["checking", "loading", "measuring"]
+    told_once = [(event["actor"], event["stage"]) for event in events(job.root, "actor_loading")]
+    assert sorted(told_once) == [(actor, stage) for actor in range(2) for stage in stages]
+    assert ui.seen[-1].loading == (), "those that are ready are named"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spot_batch.decoding import Engine, EngineSettings, LatencyTable
 from spot_batch.decoding.stops import Decode
-from spot_batch.drafters.base import Drafter, Proposals, TokenGate
+from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.drafters.stale import Queries, StaleStore
@@ -150,8 +150,7 @@ def random_order_drafter(block_length: int, *, seed: int) -> OrderDrafter:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    gate = TokenGate("branch" if seed % 2 else "off")
-    return OrderDrafter(model, gate=gate)
+    return OrderDrafter(model)
 
 
 def decode_all(

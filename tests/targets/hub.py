@@ -18,31 +18,41 @@ PATIENCE_S = 120.0
 
 
 class Hub:
-    """Serves a folder as the repository OPEN at two commits; counts who asked for what.
+    """Serves folders as the repository OPEN at two commits; counts who asked for what.
 
-    The first download of a file waits until `num_processes` have asked about it, so that they
-    overlap for certain.
+    `main` is the commit of its branch. While it `is_held` no download ends, so that what must come
+    meanwhile comes for certain.
     """
 
-    def __init__(self, files: dict[str, dict[str, bytes]], *, num_processes: int = 1) -> None:
+    def __init__(
+        self, files: dict[str, dict[str, bytes]], *, main: str = MAIN, is_held: bool = False
+    ) -> None:
         self.files = files
+        self.main = main
         self.heads: Counter[str] = Counter()
         self.downloads: Counter[str] = Counter()
-        self._num_processes = num_processes
-        self._asked = threading.Condition()
+        self._is_held = is_held
+        self._changed = threading.Condition()
+
+    def release(self) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+    def wait_for_download(self) -> None:
+        """Until somebody has begun one."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.downloads, timeout=PATIENCE_S)
 
     def asked_about(self, name: str) -> None:
-        with self._asked:
+        with self._changed:
             self.heads[name] += 1
-            self._asked.notify_all()
 
     def downloaded(self, name: str) -> None:
-        with self._asked:
+        with self._changed:
             self.downloads[name] += 1
-            together = self._asked.wait_for(
-                lambda: self.heads[name] >= self._num_processes, timeout=PATIENCE_S
-            )
-        assert together, f"{self.heads[name]} processes asked about {name}"
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._is_held, timeout=PATIENCE_S)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -83,7 +93,7 @@ def _answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
     about, _, of_api = path.partition(f"api/models/{OPEN}")
     if not about and (of_api or path.endswith(OPEN)):
         what, _, revision = of_api.strip("/").partition("/")
-        commit = {"": MAIN, "main": MAIN, MAIN: MAIN, "v1": OLD, OLD: OLD}.get(revision)
+        commit = {"": hub.main, "main": hub.main, MAIN: MAIN, "v1": OLD, OLD: OLD}.get(revision)
         if commit is None:
             _send(request, 404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif what == "tree":

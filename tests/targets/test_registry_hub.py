@@ -24,9 +24,12 @@ from tests.targets.hub import GATED, MAIN, OLD, OPEN, Hub, files_of, serving
 SCRIPT = """
 import json, sys
 from spot_batch.targets.hub import ModelError, commit_of, locate
+def said(progress):
+    of = [progress.num_bytes, progress.num_bytes_total]
+    print(json.dumps({"stage": progress.stage, "of": of}))
 for target, revision in json.loads(sys.argv[1]):
     try:
-        path = locate(target, revision=revision)
+        path = locate(target, revision=revision, **({"report": said} if sys.argv[2:] else {}))
         print(json.dumps({"path": str(path), "commit": commit_of(path)}))
     except ModelError as error:
         print(json.dumps({"error": str(error)}))
@@ -49,18 +52,28 @@ def environment(home: Path, endpoint: str, *, offline: bool = False) -> dict[str
 
 
 class Caller:
-    """A process that locates targets one after the other."""
+    """A process that locates targets one after the other; it may say how far it is."""
 
     def __init__(
-        self, home: Path, endpoint: str, *asked: tuple[str, str | None], offline: bool = False
+        self,
+        home: Path,
+        endpoint: str,
+        *asked: tuple[str, str | None],
+        offline: bool = False,
+        reports: bool = False,
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, json.dumps(asked)],
+            [sys.executable, "-u", "-c", SCRIPT, json.dumps(asked), *(["reports"] * reports)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment(home, endpoint, offline=offline),
         )
+
+    def next_line(self) -> dict[str, object]:
+        assert self._process.stdout is not None
+        line: dict[str, object] = json.loads(self._process.stdout.readline())
+        return line
 
     def answers(self) -> list[dict[str, str]]:
         out, wrong = self._process.communicate(timeout=200)
@@ -79,18 +92,26 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_processes_that_ask_at_once_get_each_file_once_and_then_the_cache_is_enough(
+def test_one_process_downloads_the_other_waits_and_then_the_cache_is_enough(
     files: dict[str, bytes], home: Path
 ) -> None:
-    hub = Hub({MAIN: files}, num_processes=2)
+    hub = Hub({MAIN: files}, is_held=True)
     with serving(hub) as endpoint:
-        callers = [Caller(home, endpoint, (OPEN, None)) for _ in range(2)]
-        first, second = [caller.answers()[0] for caller in callers]
+        loader = Caller(home, endpoint, (OPEN, None), reports=True)
+        hub.wait_for_download()
+        waiter = Caller(home, endpoint, (OPEN, None), reports=True)
+        assert waiter.next_line() == {"stage": "waiting", "of": [0, 0]}
+        hub.release()
+        *reports, first = loader.answers()
+        (second,) = waiter.answers()
+    size = sum(map(len, files.values()))
+    assert reports[-1] == {"stage": "downloading", "of": [size, size]}
+    assert {report["stage"] for report in reports} == {"downloading"}
     assert first == second
     assert first["commit"] == MAIN
     assert Path(first["path"]).is_relative_to(home)
     assert hub.downloads == dict.fromkeys(files, 1)
-    assert hub.heads["model-00001-of-00002.safetensors"] == 2, "they did not overlap"
+    assert hub.heads == dict.fromkeys(files, 1), "the other asked for what was there"
     assert files_of(Path(first["path"])) == files
     (offline,) = Caller(home, UNREACHABLE, (OPEN, None), offline=True).answers()
     assert offline == first

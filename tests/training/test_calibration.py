@@ -90,11 +90,14 @@ def test_each_depth_has_its_own_entry_and_the_last_serves_all_beyond() -> None:
     agreement = torch.tensor([[2.0, 1.0, 0.0, 0.0]]).expand(4, -1)
     status = torch.tensor([[MASKED, MASKED, SINCE, COMMITTED]]).expand(4, -1)
     calibration = Calibration(order=(1.0, 2.0), agreement=(1.0, 4.0), offset=(0.0, 1.0))
-    weight = edge_weights(score, agreement, status, torch.tensor([0, 1, 2, 9]), calibration.table())
+    weight, other = edge_weights(
+        score, agreement, status, torch.tensor([0, 1, 2, 9]), calibration.table()
+    )
     shallow = torch.tensor([1.0, 0.0]).softmax(0) * torch.tensor([2.0, 1.0]).sigmoid()
     deep = torch.tensor([0.5, 0.0]).softmax(0) * torch.tensor([1.5, 1.25]).sigmoid()
     torch.testing.assert_close(weight[:, :2], torch.stack((shallow, shallow, deep, deep)))
     assert not bool(weight[:, 2:].any())
+    torch.testing.assert_close((weight + other).sum(1), torch.ones(4))
 
 
 def test_the_engine_drafts_with_calibrated_weights(model: OrderModel) -> None:
@@ -114,14 +117,20 @@ def test_the_engine_drafts_with_calibrated_weights(model: OrderModel) -> None:
         top_p=torch.tensor([1.0]),
         top_k=zero,
     )
-    calibration = Calibration(order=(1.0, 3.0), agreement=(1.0, 0.5), offset=(0.0, -1.0))
+    calibration = Calibration(order=(1.0, 3.0), agreement=(1.0, 0.5), offset=(0.0, -4.0))
     found = OrderDrafter(model, calibration=calibration).propose(stale, queries, "position_step")
     guessed = candidates(stale, queries, "position_step")
     two = torch.tensor([2])
     with torch.inference_mode():
         score, agreement = model(order_features(guessed, status, two.float()), status)
-        want = edge_weights(score, agreement, status, two, calibration.table())
-    torch.testing.assert_close(found.weight, want.gather(1, found.position))
+        first, other = edge_weights(score, agreement, status, two, calibration.table())
+    want = torch.where(
+        found.token == guessed.token.gather(1, found.position),
+        first.gather(1, found.position),
+        0.6 * other.gather(1, found.position),
+    )
+    torch.testing.assert_close(found.weight, want)
+    assert bool((found.token != guessed.token.gather(1, found.position)).any())
 
 
 def test_the_fit_undoes_what_made_a_model_too_sure(model: OrderModel, states: Trajectories) -> None:
