@@ -239,7 +239,7 @@ def _speed(
     budget: int | Literal["auto"],
     num_rounds: int,
 ) -> float:
-    recording.latency = latency
+    recording.latency, recording.clock_s = latency, 0.0
     engine = Engine(
         recording,
         _Waves(drafter, recording) if budget else None,

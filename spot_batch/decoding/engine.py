@@ -8,6 +8,7 @@ another forward. Draft-free decoding is the same loop with nothing drafted.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,11 @@ from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore, top_log_probs
 from spot_batch.records import Completion, Request, SampleStats
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
+
+logger = logging.getLogger(__name__)
+
+_LEAST_SLOTS = 2
+"""Of one forward: a finished block and the one behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +318,8 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self.num_steps = 0
         self._samples: list[_Sample] = []
+        self._max_slots, self._num_rows = settings.max_slots, settings.max_sequences
+        self._is_draining = False
         self._free_rows = list(range(settings.max_sequences - 1, -1, -1))
         self._cache: PrefixCache = target.allocate(settings.max_sequences, target.block_length)
         self._stale = StaleStore(
@@ -366,13 +374,36 @@ class Engine:
         return done
 
     def _admit(self) -> None:
+        """Let waiting samples join. Where memory does not hold their prefixes, fewer fly from now
+        on: the cache is made anew with half its rows once those in flight have landed."""
         width = self._target.block_length
-        while self._waiting and self._free_rows:
-            sample = _Sample.of(self._waiting.popleft(), row=self._free_rows.pop(), width=width)
-            self._cache.ensure(-(-sample.end // width) * width)
+        if self._is_draining and not self._samples:
+            self._halve_rows()
+        while self._waiting and self._free_rows and not self._is_draining:
+            sample = _Sample.of(self._waiting[0], row=self._free_rows[-1], width=width)
+            try:
+                self._cache.ensure(-(-sample.end // width) * width)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or self._num_rows == 1:
+                    raise
+                self._is_draining = True
+            if self._is_draining:
+                if not self._samples:
+                    self._halve_rows()
+                continue
+            self._waiting.popleft()
+            self._free_rows.pop()
             self._samples.append(sample)
             if self._auto is not None:
                 self._auto.joined(sample.row)
+
+    def _halve_rows(self) -> None:
+        self._num_rows = max(1, self._num_rows // 2)
+        logger.warning("out of memory: at most %d samples in flight now", self._num_rows)
+        del self._cache  # before there is another one
+        self._cache = self._target.allocate(self._num_rows, self._target.block_length)
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._is_draining = False
 
     def _draft(self, load: Load) -> dict[int, _Draft]:
         """By row, the drafts of the samples that have stale distributions and may be drafted."""
@@ -432,10 +463,26 @@ class Engine:
         )
 
     def _forward(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
-        """Hidden rows of all slots, and where the KV of each kept slot is."""
+        """Hidden rows of all slots, and where the KV of each kept slot is.
+
+        Where memory does not hold a forward it is run again in halves, from now on all are. Nothing
+        is lost: what a forward stores it stores again, the same.
+        """
+        while True:
+            try:
+                return self._in_parts(slots)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or self._max_slots <= _LEAST_SLOTS:
+                    raise
+                self._max_slots = max(_LEAST_SLOTS, min(self._max_slots, len(slots)) // 2)
+                logger.warning("out of memory: at most %d slots a forward now", self._max_slots)
+            if self._target.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _in_parts(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
         rows: list[Tensor] = []
         kept: list[tuple[Kept, int]] = []
-        for part in slots.parts(self._settings.max_slots):
+        for part in slots.parts(self._max_slots):
             hidden = self._target.forward(part, self._cache)
             rows.append(hidden.rows)
             kept += [(hidden.kept, index) for index in range(int(part.keep.sum()))]
@@ -571,3 +618,10 @@ class Engine:
 def _commits(token: Sequence[int], commit: Sequence[bool]) -> Key:
     """(W,) proposals and the positions to fix -> what is committed."""
     return tuple((position, token[position]) for position, fixed in enumerate(commit) if fixed)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; on a CPU the message of a RuntimeError tells."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(part in str(error) for part in ("not enough memory", "can't allocate memory"))
