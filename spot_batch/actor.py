@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from spot_batch.decoding import AUTO_BUDGET, Engine, EngineSettings
+from spot_batch.decoding import Engine, EngineSettings, LatencyTable, measure_latency
+from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, SamplePreparer
 from spot_batch.job import JobSpec
@@ -36,6 +39,9 @@ from spot_batch.records import (
 )
 from spot_batch.store import JobDirectory, publish_segment
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
+
+if TYPE_CHECKING:
+    from spot_batch.targets.block import BlockTarget
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +105,21 @@ class Actor:
             report(LoadProgress("measuring"))
             numerics = measure_numerics(target)
             numerics.require(self._job.claim_numerics(asdict(numerics)))
+        proposer = load_drafter(drafter, block_length=info.block_length, device=where)
+        settings = engine_settings(spec, where)
+        latency = None
+        if settings.budget == "auto" and proposer is not None:
+            latency = self._latency(target, proposer, info, settings)
         self._engine = Engine(
             target,
-            load_drafter(drafter, block_length=info.block_length, device=where),
-            engine_settings(spec, where),
+            proposer,
+            settings,
+            latency=latency,
             decode=self._text,
             record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
         )
         self._preparer = sample_preparer(spec, self._job.pinned, info, tokenizer)
-        self._max_sequences = engine_settings(spec, where).max_sequences
+        self._max_sequences = settings.max_sequences
         self._publish_s = spec.scheduling.publish_seconds
         self._queue: deque[tuple[Purpose, int]] = deque()
         self._samples: dict[int, _Sample] = {}
@@ -165,6 +177,32 @@ class Actor:
             self._changed.notify_all()
         self._thread.join()
         return self.collect(0.0)
+
+    def _latency(
+        self, target: BlockTarget, drafter: Drafter, info: ModelInfo, settings: EngineSettings
+    ) -> LatencyTable:
+        """The device's latency table: the job's, if it has one of this kind of device."""
+        device = target.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        of_what = {
+            "weights": info.weight_hash,
+            "canonical": target.tiles.sizes is not None,
+            "dtype": str(target.dtype),
+            "drafter": drafter.name,
+            "device": f"{device.type} {name}",
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "max_sequences": settings.max_sequences,
+        }
+        stored = self._job.latency(of_what)
+        if stored is not None:
+            return LatencyTable.from_json(stored, f"{self._job.latency_path(of_what)}")
+        table = measure_latency(
+            target, drafter, max_slots=min(settings.max_slots, 4 * settings.max_sequences)
+        )
+        logger.info("%s: latency measured up to %d slots", self._name, table.slots[-1])
+        return LatencyTable.from_json(self._job.keep_latency(of_what, table.to_json()))
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -281,7 +319,7 @@ def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:
     budget, slots = spec.speculation.budget, spec.engine.max_sequences
     return EngineSettings(
         max_sequences=AUTO_MAX_SEQUENCES[device.type] if slots == "auto" else slots,
-        budget=AUTO_BUDGET if budget == "auto" else budget,
+        budget=budget,
         gamma=spec.speculation.gamma,
         crossing=spec.speculation.crossing,
     )

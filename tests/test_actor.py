@@ -179,3 +179,28 @@ def test_a_stop_text_cuts_the_generation(tmp_path: Path) -> None:
     assert rows[0]["finish_reason"] == "stop"
     for row, text in zip(rows, texts, strict=True):
         assert row["generation"] == text.partition(stop)[0]
+
+
+def test_a_latency_table_is_measured_once_for_a_kind_of_device(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1), {"engine.max_sequences": 1})
+    with acting(job):
+        pass
+    (first,) = job.spot.glob("latency-*.json")
+    before = first.read_bytes()
+    with acting(job, 1):
+        pass
+    assert [path.read_bytes() for path in job.spot.glob("latency-*.json")] == [before]
+    fixed = make_job(tmp_path / "fixed", prompts(1), {"speculation.budget": 2})
+    with acting(fixed):
+        pass
+    assert not list(fixed.spot.glob("latency-*.json"))
+
+
+def test_a_broken_latency_table_is_named(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(1), {"engine.max_sequences": 1})
+    with acting(job):
+        pass
+    (table,) = job.spot.glob("latency-*.json")
+    table.write_text("{")
+    with pytest.raises(ValueError, match=f"{table.name}: not a latency table"):
+        Actor(job.root, 1)

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +14,9 @@ from spot_batch.cli.app import app, numbers, speaking_plainly
 
 if TYPE_CHECKING:
     from spot_batch.bench.exact import ExactRow
+    from spot_batch.decoding import LatencyTable
+    from spot_batch.drafters.base import Drafter
+    from spot_batch.targets.block import BlockTarget
 
 bench = typer.Typer(help="Measurements that anyone can run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -103,3 +106,244 @@ def exact(
         num_compared = sum(row.num_compared for row in canonical)
         typer.echo(f"canonical: {num_compared} sequences compared, {num_differ} differ")
     return 1 if num_differ else 0
+
+
+@bench.command("latency")
+@speaking_plainly
+def latency(
+    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, none, or a path.")] = "auto",
+    numerics: Annotated[str, typer.Option(help="canonical or fast.")] = "canonical",
+    max_slots: Annotated[int, typer.Option(help="The largest forward.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Time to measure in.")] = 20.0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
+) -> int:
+    """Measure what forwards, drafts and visited states cost on this device."""
+    if max_slots < 1:
+        raise ValueError(f"--max-slots must be at least 1, got {max_slots}")
+    if not seconds > 0.0:
+        raise ValueError(f"--seconds must be above 0, got {seconds}")
+    target, proposer = _loaded(model, drafter, numerics, dtype, threads)
+    from spot_batch.decoding import measure_latency
+
+    table = measure_latency(target, proposer, max_slots=max_slots, at_most_s=seconds)
+    _show_latency(table)
+    if json_file is not None:
+        json_file.write_text(table.to_json(), encoding="utf-8")
+    return 0
+
+
+@bench.command("throughput")
+@speaking_plainly
+def throughput(
+    inputs: Annotated[
+        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,2,4,8,16,64",
+    budgets: Annotated[str, typer.Option(help="Drafted slots a sample, or auto.")] = "0,2,8,auto",
+    unmasking: Annotated[str, typer.Option(help="single or threshold.")] = "single",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
+    passes: Annotated[int, typer.Option(help="Turns of each.")] = 10,
+    turn_seconds: Annotated[float, typer.Option(help="Length of a turn, in seconds.")] = 1.0,
+    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 200,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    table: Annotated[Path | None, typer.Option(help="A latency table; else measured.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> int:
+    """Rows a second of each budget against the fastest draft-free build, turn by turn."""
+    wanted = [_budget(text) for text in budgets.split(",")]
+    if unmasking not in ("single", "threshold"):
+        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+    if passes < 2:
+        raise ValueError(f"--passes must be at least 2, got {passes}")
+    flights = numbers(sequences, int, "sequences")
+    target, proposer = _loaded(model, drafter, "canonical", dtype, threads)
+    if proposer is None:
+        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    from spot_batch.bench.prompts import make_requests, read_questions
+    from spot_batch.bench.throughput import device_name, measure_throughput
+    from spot_batch.decoding import LatencyTable, measure_latency
+    from spot_batch.records import SamplingParams
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.registry import resolve_model
+
+    info = resolve_model(model)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        unmasking=unmasking,  # type: ignore[arg-type]
+        stop_ids=info.stop_ids,
+        confidence=info.family.confidence,
+    )
+    requests = make_requests(info, read_questions(inputs, limit=limit), params)
+    if table is None:
+        costs = measure_latency(target, proposer, max_slots=4 * max(flights), at_most_s=12.0)
+    else:
+        costs = LatencyTable.from_json(table.read_text(encoding="utf-8"), f"{table}")
+    fast = load_target(info, dtype=dtype, canonical=False)
+    rows = []
+    for number in flights:
+        for row in measure_throughput(
+            target,
+            fast,
+            proposer,
+            costs,
+            requests,
+            sequences=number,
+            budgets=wanted,
+            num_passes=passes,
+            turn_s=turn_seconds,
+        ):
+            rows.append(asdict(row))
+            typer.echo(
+                f"in flight {row.sequences:3}  {row.budget:15} {row.tokens_per_s:8.1f} tokens/s  "
+                f"{row.ratio_to_draft_free:.3f}x [{row.low:.3f}, {row.high:.3f}] of draft-free, "
+                f"{row.ratio_to_canonical:.3f}x under the same numerics, host "
+                f"{100 * row.host_share:.1f} %, {row.drafted_per_forward:.2f} drafted, "
+                f"{row.steps_per_forward:.2f} steps a forward"
+            )
+        if json_file is not None:  # after each number: a long run that is cut short leaves some
+            document = {
+                "model": info.identity(),
+                "drafter": proposer.name,
+                "device": device_name(target.device),
+                "dtype": str(target.dtype).removeprefix("torch."),
+                "threads": threads,
+                "unmasking": unmasking,
+                "temperature": temperature,
+                "max_new_tokens": max_new_tokens,
+                "latency": json.loads(costs.to_json()),
+                "rows": rows,
+            }
+            json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+@bench.command("simulate")
+@speaking_plainly
+def simulate(
+    inputs: Annotated[
+        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    tables: Annotated[
+        str, typer.Option(help="h200-1.7b, h200-8b, or files that `bench latency` wrote.")
+    ] = "h200-1.7b,h200-8b",
+    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,8,32,128",
+    budgets: Annotated[str, typer.Option(help="Fixed budgets to compare.")] = "1,2,4,8,20",
+    unmasking: Annotated[str, typer.Option(help="single or threshold.")] = "single",
+    rounds: Annotated[int, typer.Option(help="Rounds of each, after the first eight.")] = 200,
+    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 96,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+) -> int:
+    """Decode under the clock of another device: is `auto` as good as the best fixed budget?"""
+    from spot_batch.bench.simulate import BODIES, Recording
+    from spot_batch.bench.simulate import simulate as run
+    from spot_batch.decoding import LatencyTable
+
+    if unmasking not in ("single", "threshold"):
+        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
+    costs = {}
+    for name in tables.split(","):
+        if name in BODIES:
+            costs[name] = BODIES[name].table()
+            continue
+        try:
+            costs[name] = LatencyTable.from_json(Path(name).read_text(encoding="utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            known = ", ".join(BODIES)
+            raise ValueError(f"--tables: {name} is none of {known} and no file") from error
+    fixed = numbers(budgets, int, "budgets")
+    flights = numbers(sequences, int, "sequences")
+    target, proposer = _loaded(model, drafter, "canonical", "auto", 1)
+    if proposer is None:
+        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    from spot_batch.bench.prompts import make_requests, read_questions
+    from spot_batch.records import SamplingParams
+    from spot_batch.targets.registry import resolve_model
+
+    info = resolve_model(model)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        unmasking=unmasking,  # type: ignore[arg-type]
+        stop_ids=info.stop_ids,
+        confidence=info.family.confidence,
+    )
+    requests = make_requests(info, read_questions(inputs, limit=limit), params)
+    recording = Recording(target)
+    recording.record(requests)
+    rows = []
+    for name, table in costs.items():
+        for number in flights:
+            row = run(
+                recording,
+                proposer,
+                table,
+                requests,
+                sequences=number,
+                budgets=fixed,
+                num_rounds=rounds,
+            )
+            rows.append({"table": name, "unmasking": unmasking, **asdict(row)})
+            cells = "  ".join(f"D {one} {ratio:.2f}" for one, ratio in row.fixed.items())
+            typer.echo(
+                f"{name}  in flight {number:3}  auto {row.auto:.3f}x of draft-free, "
+                f"{row.of_best:.3f} of the best (D {row.best_fixed})  {cells}"
+            )
+            if json_file is not None:
+                json_file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def _budget(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ValueError(f"--budgets wants whole numbers or auto by comma, got {text!r}")
+    return int(text)
+
+
+def _loaded(
+    model: str, drafter: str, numerics: str, dtype: str, threads: int
+) -> tuple[BlockTarget, Drafter | None]:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import torch
+
+    from spot_batch.drafters.registry import choose_drafter, load_drafter
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.registry import resolve_model
+
+    if numerics not in ("canonical", "fast"):
+        raise ValueError(f"--numerics must be canonical or fast, got {numerics!r}")
+    torch.set_num_threads(threads)
+    info = resolve_model(model)
+    choice = choose_drafter(drafter, info)
+    target = load_target(info, dtype=dtype, canonical=numerics == "canonical")
+    typer.echo(f"{info.name}, drafter {choice.name} ({choice.why})")
+    return target, load_drafter(choice, block_length=info.block_length)
+
+
+def _show_latency(table: LatencyTable) -> None:
+    """Milliseconds, and the curve of the shortest prefix as bars."""
+    for length, row in zip(table.num_keys, table.forward_s, strict=True):
+        typer.echo(f"forwards over {length} keys a slot, ms")
+        for size, seconds in zip(table.slots, row, strict=True):
+            bar = "#" * max(1, round(40 * seconds / max(row)))
+            typer.echo(f"  {size:5} slots {1e3 * seconds:9.2f}  {bar}")
+    for what, sizes, taken in (
+        ("a drafting wave", table.queries, table.draft_s),
+        ("visiting, greedy", table.states, table.visit_s),
+        ("visiting, with noise", table.states, table.noisy_visit_s),
+    ):
+        cells = "  ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(sizes, taken, strict=True))
+        typer.echo(f"{what} of so many states, ms: {cells or 'no drafter'}")

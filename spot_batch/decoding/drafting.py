@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,48 +32,77 @@ class Root:
     crossing: bool
 
 
+GoesOn = Callable[[Sequence[DraftTree], Sequence[float]], bool]
+"""The trees so far and the masses of the states of the next wave -> whether to ask about them."""
+
+
 def grow(
-    drafter: Drafter, stale: StaleStore, roots: Sequence[Root], *, budget: int, gamma: float
+    drafter: Drafter,
+    stale: StaleStore,
+    roots: Sequence[Root],
+    *,
+    budget: int,
+    gamma: float,
+    scales: Sequence[float] | None = None,
+    ask_above: float = 0.0,
+    goes_on: GoesOn | None = None,
 ) -> list[DraftTree]:
-    """The tree of each root, of `budget` slots at most, no state of less mass than `gamma`."""
+    """The tree of each root, of `budget` slots at most, no state of less mass than `gamma`.
+
+    `scales`: what the drafter's probabilities are worth, for each root; states of less mass than
+    `ask_above` are not asked about; `goes_on` may end the growth before any wave.
+    """
     trees = [
         DraftTree(num_masked=sum(root.masked), budget=budget, gamma=gamma, crossing=root.crossing)
         for root in roots
     ]
+    of_roots: Sequence[float | None] = [None] * len(roots) if scales is None else scales
     while True:
         asked = [
-            (root, tree, key)
-            for root, tree in zip(roots, trees, strict=True)
+            _Question(root, tree, key, scale)
+            for root, tree, scale in zip(roots, trees, of_roots, strict=True)
             for key in tree.frontier()
+            if tree.selected[key] >= ask_above
         ]
         if not asked:
+            return trees
+        masses = [each.tree.selected[each.key] for each in asked]
+        if goes_on is not None and not goes_on(trees, masses):
             return trees
         _expand(drafter, stale, asked)
 
 
-def _expand(
-    drafter: Drafter, stale: StaleStore, asked: Sequence[tuple[Root, DraftTree, Key]]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A hypothetical state of a root's tree, about which the drafter is asked."""
+
+    root: Root
+    tree: DraftTree
+    key: Key
+    scale: float | None
+
+
+def _expand(drafter: Drafter, stale: StaleStore, asked: Sequence[_Question]) -> None:
     """Ask about one wave of hypothetical states, and choose the states of their trees anew."""
-    queries = _queries([(root, key) for root, _, key in asked], stale.log_prob.device)
+    queries = _queries([(each.root, each.key) for each in asked], stale.log_prob.device)
     # One rule a job: all samples in flight key their noise alike.
-    proposals = drafter.propose(stale, queries, asked[0][0].params.noise_key)
-    for (_, tree, key), weights, positions, tokens in zip(
+    proposals = drafter.propose(stale, queries, asked[0].root.params.noise_key)
+    for each, weights, positions, tokens in zip(
         asked,
         proposals.weight.tolist(),
         proposals.position.tolist(),
         proposals.token.tolist(),
         strict=True,
     ):
-        tree.expand(
-            key,
+        each.tree.expand(
+            each.key,
             [
-                Edge(((at, tok),), mass)
+                Edge(((at, tok),), mass if each.scale is None else min(1.0, mass * each.scale))
                 for mass, at, tok in zip(weights, positions, tokens, strict=True)
                 if mass > 0.0
             ],
         )
-    for tree in {id(tree): tree for _, tree, _ in asked}.values():
+    for tree in {id(each.tree): each.tree for each in asked}.values():
         tree.select()
 
 

@@ -8,14 +8,18 @@ another forward. Draft-free decoding is the same loop with nothing drafted.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from spot_batch.decoding.budget import MOST_SLOTS, Budget, Load
 from spot_batch.decoding.drafting import Root, grow, noise_keys
+from spot_batch.decoding.latency import LatencyTable, device_clock
 from spot_batch.decoding.recording import TrajectoryRecorder
 from spot_batch.decoding.stops import Decode, End, find_end
 from spot_batch.decoding.transition import Choice, Rule, States, transition
@@ -25,19 +29,23 @@ from spot_batch.drafters.stale import StaleStore, top_log_probs
 from spot_batch.records import Completion, Request, SampleStats
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
-AUTO_BUDGET = 4
+logger = logging.getLogger(__name__)
+
+_LEAST_SLOTS = 2
+"""Of one forward: a finished block and the one behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """How the engine spends a device; nothing here changes an output.
 
-    `budget`: drafted slots a sample a round. `gamma`: least mass of a drafted state. `crossing`:
-    draft over the end of a block. `max_slots`: of one forward; a larger round runs several.
+    `budget`: drafted slots a sample a round; `auto` shares out among all samples as many as the
+    measured device has use for. `gamma`: least mass of a drafted state. `crossing`: draft over the
+    end of a block. `max_slots`: of one forward; a larger round runs several.
     """
 
     max_sequences: int = 32
-    budget: int = AUTO_BUDGET
+    budget: int | Literal["auto"] = 0
     gamma: float = 0.0
     crossing: bool = True
     max_slots: int = 1024
@@ -45,7 +53,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.max_sequences < 1:
             raise ValueError(f"max_sequences must be at least 1, got {self.max_sequences}")
-        if self.budget < 0:
+        if self.budget != "auto" and self.budget < 0:
             raise ValueError(f"budget must be at least 0, got {self.budget}")
         if not 0.0 <= self.gamma < 1.0:
             raise ValueError(f"gamma must be at least 0 and below 1, got {self.gamma}")
@@ -173,6 +181,15 @@ class _Crossing:
     next_slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A sample's tree, what its probabilities were scaled by, and the states that get a slot."""
+
+    tree: DraftTree
+    scale: float
+    keys: Sequence[Key]
+
+
 @dataclass(slots=True)
 class _Plan:
     """The slots of a round, and where each sample's states stand among them."""
@@ -262,14 +279,18 @@ class _Walker:
     states: dict[Key, int]
     crossings: dict[Key, _Crossing]
     slot: int
+    draft: _Draft | None = None
     key: Key = ROOT
 
 
 class Engine:
     """Decodes many samples on one device. `add` requests, call `step` while `has_work`.
 
-    `decode` turns token ids into text; samples with stop strings need it. With `record_every` each
-    completion carries one visited state in so many (`single` unmasking only); 0 is off.
+    `latency` is the device's, which `budget: auto` needs; `clock` is read around its forwards, the
+    device's own if none is given. `decode` turns token ids into text;
+    samples with stop strings need it. With `record_every` each completion carries one visited state
+    in so many (`single` unmasking only); 0 is off. `num_steps` counts steps of draft-free decoding:
+    the progress that was made.
     """
 
     def __init__(
@@ -278,16 +299,27 @@ class Engine:
         drafter: Drafter | None,
         settings: EngineSettings,
         *,
+        latency: LatencyTable | None = None,
+        clock: Callable[[], float] | None = None,
         decode: Decode | None = None,
         record_every: int = 0,
     ) -> None:
+        self._auto: Budget | None = None
+        if settings.budget == "auto" and drafter is not None:
+            if latency is None:
+                raise ValueError("budget auto needs the device's latency table")
+            self._auto = Budget(latency)
+        self._clock = clock or device_clock(target.device)
         self._target = target
         self._decode = decode
         self._record_every = record_every
         self._drafter = drafter
         self._settings = settings
         self._waiting: deque[Request] = deque()
+        self.num_steps = 0
         self._samples: list[_Sample] = []
+        self._max_slots, self._num_rows = settings.max_slots, settings.max_sequences
+        self._is_draining = False
         self._free_rows = list(range(settings.max_sequences - 1, -1, -1))
         self._cache: PrefixCache = target.allocate(settings.max_sequences, target.block_length)
         self._stale = StaleStore(
@@ -298,6 +330,11 @@ class Engine:
     def num_active(self) -> int:
         """Samples in flight."""
         return len(self._samples)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have not joined yet."""
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -315,46 +352,100 @@ class Engine:
         self._admit()
         if not self._samples:
             return []
-        trees = self._draft()
+        load = self._load()
+        drafts = self._draft(load)
         plan = _Plan(self._target.mask_id, self._target.block_length)
-        for sample, tree in zip(self._samples, trees, strict=True):
-            drafted = tree.drafted() if tree is not None else ()
+        for sample in self._samples:
+            draft = drafts.get(sample.row)
+            drafted = draft.keys if draft is not None else ()
             plan.add_sample(sample, drafted)
             sample.num_forwards += 1
             sample.num_drafted += len(drafted)
             sample.num_clean_passes += len(sample.to_store) if sample.step else 0
             sample.to_store = []
+        begin_s = self._clock()
         hidden, kept = self._forward(plan.batch(self._target.device))
-        finished = self._walk(plan, hidden, kept)
+        if self._auto is not None:
+            self._auto.observe(len(plan.ids), load.num_keys, self._clock() - begin_s)
+        finished = self._walk(plan, drafts, hidden, kept)
         done = [finished[sample.row] for sample in self._samples if sample.row in finished]
         self._samples = [sample for sample in self._samples if sample.row not in finished]
         self._free_rows += finished
         return done
 
     def _admit(self) -> None:
+        """Let waiting samples join. Where memory does not hold their prefixes, fewer fly from now
+        on: the cache is made anew with half its rows once those in flight have landed."""
         width = self._target.block_length
-        while self._waiting and self._free_rows:
-            sample = _Sample.of(self._waiting.popleft(), row=self._free_rows.pop(), width=width)
-            self._cache.ensure(-(-sample.end // width) * width)
+        if self._is_draining and not self._samples:
+            self._halve_rows()
+        while self._waiting and self._free_rows and not self._is_draining:
+            sample = _Sample.of(self._waiting[0], row=self._free_rows[-1], width=width)
+            try:
+                self._cache.ensure(-(-sample.end // width) * width)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or self._num_rows == 1:
+                    raise
+                self._is_draining = True
+            if self._is_draining:
+                if not self._samples:
+                    self._halve_rows()
+                continue
+            self._waiting.popleft()
+            self._free_rows.pop()
             self._samples.append(sample)
+            if self._auto is not None:
+                self._auto.joined(sample.row)
 
-    def _draft(self) -> list[DraftTree | None]:
-        """A grown tree for each sample that has stale distributions and may be drafted."""
-        trees: list[DraftTree | None] = [None] * len(self._samples)
+    def _halve_rows(self) -> None:
+        self._num_rows = max(1, self._num_rows // 2)
+        logger.warning("out of memory: at most %d samples in flight now", self._num_rows)
+        del self._cache  # before there is another one
+        self._cache = self._target.allocate(self._num_rows, self._target.block_length)
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._is_draining = False
+
+    def _draft(self, load: Load) -> dict[int, _Draft]:
+        """By row, the drafts of the samples that have stale distributions and may be drafted."""
         if self._drafter is None or not self._settings.budget:
-            return trees
-        found = [(index, self._root(sample)) for index, sample in enumerate(self._samples)]
-        roots = {index: root for index, root in found if root is not None}
-        grown = grow(
+            return {}
+        if self._auto is not None and not self._auto.begin(load):
+            return {}
+        roots = [root for root in map(self._root, self._samples) if root is not None]
+        gamma, budget = self._settings.gamma, self._settings.budget
+        if budget != "auto":
+            trees = grow(self._drafter, self._stale, roots, budget=budget, gamma=gamma)
+            return {
+                root.row: _Draft(tree, 1.0, tree.drafted())
+                for root, tree in zip(roots, trees, strict=True)
+            }
+        assert self._auto is not None
+        scales = [self._auto.correction(root.row) for root in roots]
+        trees = grow(
             self._drafter,
             self._stale,
-            list(roots.values()),
-            budget=self._settings.budget,
-            gamma=self._settings.gamma,
+            roots,
+            budget=MOST_SLOTS,
+            gamma=max(gamma, self._auto.floor),
+            scales=scales,
+            ask_above=self._auto.ask_above,
+            goes_on=self._auto.another_wave,
         )
-        for index, tree in zip(roots, grown, strict=True):
-            trees[index] = tree
-        return trees
+        chosen = self._auto.choose(trees)
+        return {
+            root.row: _Draft(tree, scale, keys)
+            for root, tree, scale, keys in zip(roots, trees, scales, chosen, strict=True)
+        }
+
+    def _load(self) -> Load:
+        """What the round costs before anything is drafted."""
+        samples, width = self._samples, self._target.block_length
+        return Load(
+            num_roots=len(samples),
+            num_slots=len(samples) + sum(len(sample.to_store) for sample in samples),
+            num_keys=sum(sample.start for sample in samples) / len(samples) + width,
+            noisy=sum(sample.request.params.temperature > 0 for sample in samples) / len(samples),
+        )
 
     def _root(self, sample: _Sample) -> Root | None:
         """The sample's current state as what a tree stands on; None where nothing is drafted."""
@@ -372,17 +463,37 @@ class Engine:
         )
 
     def _forward(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
-        """Hidden rows of all slots, and where the KV of each kept slot is."""
+        """Hidden rows of all slots, and where the KV of each kept slot is.
+
+        Where memory does not hold a forward it is run again in halves, from now on all are. Nothing
+        is lost: what a forward stores it stores again, the same.
+        """
+        while True:
+            try:
+                return self._in_parts(slots)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or self._max_slots <= _LEAST_SLOTS:
+                    raise
+                self._max_slots = max(_LEAST_SLOTS, min(self._max_slots, len(slots)) // 2)
+                logger.warning("out of memory: at most %d slots a forward now", self._max_slots)
+            if self._target.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _in_parts(self, slots: SlotBatch) -> tuple[Tensor, list[tuple[Kept, int]]]:
         rows: list[Tensor] = []
         kept: list[tuple[Kept, int]] = []
-        for part in slots.parts(self._settings.max_slots):
+        for part in slots.parts(self._max_slots):
             hidden = self._target.forward(part, self._cache)
             rows.append(hidden.rows)
             kept += [(hidden.kept, index) for index in range(int(part.keep.sum()))]
         return rows[0] if len(rows) == 1 else torch.cat(rows), kept
 
     def _walk(
-        self, plan: _Plan, hidden: Tensor, kept: Sequence[tuple[Kept, int]]
+        self,
+        plan: _Plan,
+        drafts: Mapping[int, _Draft],
+        hidden: Tensor,
+        kept: Sequence[tuple[Kept, int]],
     ) -> dict[int, Completion]:
         """Follow every sample from its current state as far as its drafted states reach.
 
@@ -390,7 +501,7 @@ class Engine:
         """
         finished: dict[int, Completion] = {}
         walkers = [
-            _Walker(sample, states, crossings, states[ROOT])
+            _Walker(sample, states, crossings, states[ROOT], drafts.get(sample.row))
             for sample, states, crossings in zip(
                 self._samples, plan.states, plan.crossings, strict=True
             )
@@ -434,6 +545,7 @@ class Engine:
             self._record(samples, logits, states, choice)
         going: list[_Walker] = []
         resting: list[int] = []
+        drafts_next = self._drafter is not None and (self._auto is None or self._auto.wants_stale)
         for index, walker in enumerate(walkers):
             commits = _commits(token[index], commit[index])
             was_masked = list(walker.sample.masked)
@@ -442,9 +554,9 @@ class Engine:
                 walker.sample.num_accepted += 1
                 going.append(moved)
             elif True in walker.sample.masked and walker.sample.num_committed:
-                walker.sample.stale_masked = was_masked
+                walker.sample.stale_masked = was_masked if drafts_next else None
                 resting.append(index)
-        if resting and self._drafter is not None:
+        if resting and drafts_next:
             at = torch.tensor(resting, device=device)
             rows = torch.tensor([samples[index].row for index in resting], device=device)
             self._stale.put(rows, logits[at], states.masked[at], states.num_committed[at])
@@ -476,17 +588,21 @@ class Engine:
     ) -> _Walker | None:
         """Commit, and move to the slot of the new state if it was drafted."""
         sample = walker.sample
+        key = tuple(sorted(walker.key + commits))
+        if self._auto is not None and walker.draft is not None:
+            draft = walker.draft
+            self._auto.learn(sample.row, draft.tree, walker.key, key, draft.scale)
         sample.commit(commits)
+        self.num_steps += 1
         end = sample.end_here(self._decode)
         if end is not None:
             finished[sample.row] = sample.completion(end)
             return None
-        key = tuple(sorted(walker.key + commits))
         if True in sample.masked:
             slot = walker.states.get(key)
             if slot is None:
                 return None
-            return _Walker(sample, walker.states, walker.crossings, slot, key)
+            return _Walker(sample, walker.states, walker.crossings, slot, walker.draft, key)
         block = _Block(list(sample.tokens), sample.start)
         sample.next_block()
         crossing = walker.crossings.get(key)
@@ -502,3 +618,10 @@ class Engine:
 def _commits(token: Sequence[int], commit: Sequence[bool]) -> Key:
     """(W,) proposals and the positions to fix -> what is committed."""
     return tuple((position, token[position]) for position, fixed in enumerate(commit) if fixed)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; on a CPU the message of a RuntimeError tells."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(part in str(error) for part in ("not enough memory", "can't allocate memory"))

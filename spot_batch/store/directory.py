@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -302,6 +303,24 @@ class JobDirectory:
     @property
     def numerics_path(self) -> Path:
         return self.spot / "numerics.json"
+
+    def latency(self, of_what: Mapping[str, object]) -> str | None:
+        """The latency table that an actor on such a device has kept here."""
+        path = self.latency_path(of_what)
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def keep_latency(self, of_what: Mapping[str, object], table: str) -> str:
+        """Keep a table, unless another actor was first: its table comes back then."""
+        path = self.latency_path(of_what)
+        with staged(self.tmp) as aside:
+            write_durably(aside, table.encode())
+            link_whole(aside, path)
+        return path.read_text(encoding="utf-8")
+
+    def latency_path(self, of_what: Mapping[str, object]) -> Path:
+        """Where the table of one kind of device, model and settings is."""
+        digest = hashlib.sha256(json.dumps(of_what, sort_keys=True).encode()).hexdigest()
+        return self.spot / f"latency-{digest[:16]}.json"
 
     @property
     def driver_path(self) -> Path:

@@ -59,8 +59,10 @@ class KVCache:
         """Make every row hold at least so many positions; what is stored stays."""
         missing = padded_length(num_positions) - self.num_positions
         if missing > 0:
-            self.keys = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.keys]
-            self.values = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.values]
+            # Both or none: where memory ends in between, the shorter ones still go together.
+            keys = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.keys]
+            values = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.values]
+            self.keys, self.values = keys, values
 
     def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from spot_batch.decoding import Engine, EngineSettings
+from spot_batch.decoding import Engine, EngineSettings, LatencyTable
 from spot_batch.decoding.stops import Decode
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
@@ -162,12 +162,15 @@ def decode_all(
     at_once: int | None = None,
     decode: Decode | None = None,
     record_every: int = 0,
+    latency: LatencyTable | None = None,
 ) -> list[Completion]:
     """Run an engine until all is done; returns what was done in the order in which it was.
 
     `at_once`: how many requests arrive before the first round; one more comes after each round.
     """
-    engine = Engine(target, drafter, settings, decode=decode, record_every=record_every)
+    engine = Engine(
+        target, drafter, settings, latency=latency, decode=decode, record_every=record_every
+    )
     first = len(requests) if at_once is None else at_once
     for request in requests[:first]:
         engine.add(request)

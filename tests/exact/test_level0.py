@@ -424,7 +424,7 @@ def test_a_shorter_sample_is_a_prefix_of_a_longer_one(
             )
             for request in short
         ]
-        settings = EngineSettings(max_sequences=8)
+        settings = EngineSettings(max_sequences=8, budget=4)
         briefly = {c.sample_id: c for c in decode_all(target, RankingDrafter(), settings, short)}
         for at_length in decode_all(target, None, settings, long):
             brief = briefly[at_length.sample_id]

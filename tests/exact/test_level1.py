@@ -526,7 +526,9 @@ def test_an_independent_decoder_in_double_precision_writes_the_same(
         for index in range(10)
     ]
     num_close, wrong = 0, []
-    for done in decode_all(target, RankingDrafter(), EngineSettings(max_sequences=4), requests):
+    for done in decode_all(
+        target, RankingDrafter(), EngineSettings(max_sequences=4, budget=4), requests
+    ):
         request = requests[done.sample_id]
         expected = decode(
             score,

@@ -1,0 +1,228 @@
+"""Rows a second with drafts and without, in one run, against the fastest build without any.
+
+Engines that differ in their budget alone take turns of a second or so, many times over, each kept
+at its number of samples in flight; who shares the machine disturbs neighbouring turns alike, and a
+ratio is the mean over passes of a turn against the baseline's turn of the same pass. Progress is
+counted in steps of draft-free decoding, of which a sample takes a fixed number: so steps a second
+are samples a second, and tokens a second follow from the tokens that a step of these samples makes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spot_batch.decoding import Engine, EngineSettings, LatencyTable
+from spot_batch.decoding.latency import device_clock
+from spot_batch.drafters.base import Drafter, Proposals
+from spot_batch.drafters.stale import Queries, StaleStore
+from spot_batch.records import NoiseKey, Request
+from spot_batch.targets.block import BlockTarget
+from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch, Target
+
+BASELINE = "none, fast"
+CANONICAL = "none, canonical"
+
+# Of a mean over so many passes less one: 97.5 % points of Student's t.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputRow:
+    """One way to decode at one number of samples in flight.
+
+    `ratio_to_draft_free`: rows a second against the fastest draft-free build; `low` and `high` are
+    the ends of its 95 % interval over passes. `ratio_to_canonical`: against draft-free decoding
+    under the same numerics. `host_share`: of the round, neither forward nor head nor drafter.
+    """
+
+    sequences: int
+    budget: str
+    tokens_per_s: float
+    ratio_to_draft_free: float
+    low: float
+    high: float
+    ratio_to_canonical: float
+    host_share: float
+    drafted_per_forward: float
+    steps_per_forward: float
+    num_passes: int
+
+
+class _Timed:
+    """A target or a drafter whose own time is known."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.seconds = 0.0
+
+
+class _TimedTarget(_Timed):
+    def __init__(self, target: Target, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._target = target
+        self.block_length, self.mask_id = target.block_length, target.mask_id
+        self.vocab_size, self.device = target.vocab_size, target.device
+        self.num_slots = 0
+
+    def allocate(self, num_rows: int, num_positions: int) -> PrefixCache:
+        return self._target.allocate(num_rows, num_positions)
+
+    def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
+        self.num_slots += len(slots)
+        begin_s = self.clock()
+        hidden = self._target.forward(slots, cache)
+        self.seconds += self.clock() - begin_s
+        return hidden
+
+    def head(self, rows: Tensor) -> Tensor:
+        begin_s = self.clock()
+        logits = self._target.head(rows)
+        self.seconds += self.clock() - begin_s
+        return logits
+
+
+class _TimedDrafter(_Timed):
+    def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._drafter, self.name = drafter, drafter.name
+
+    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+        begin_s = self.clock()
+        proposals = self._drafter.propose(stale, queries, noise_key)
+        self.seconds += self.clock() - begin_s
+        return proposals
+
+
+@dataclass(slots=True)
+class _Contender:
+    """One engine, always full, and the speed of each of its turns."""
+
+    name: str
+    engine: Engine
+    target: _TimedTarget
+    drafter: _TimedDrafter | None
+    requests: Sequence[Request]
+    number: Iterator[int] = field(default_factory=count)
+    speeds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    num_sample_rounds: int = 0
+    num_drafted: int = 0
+    num_forwards: int = 0
+    num_tokens: int = 0
+    num_finished_steps: int = 0
+
+    def fill(self, sequences: int) -> None:
+        """Two in waiting for each that flies, so that none waits for us."""
+        while self.engine.num_waiting < sequences:
+            self.engine.add(self.requests[next(self.number) % len(self.requests)])
+
+    def turn(self, sequences: int, turn_s: float) -> None:
+        """Decode for so long, or for eight rounds if these take longer."""
+        clock, steps = self.target.clock, self.engine.num_steps
+        begin_s, num_rounds = clock(), 0
+        while num_rounds < _LEAST_ROUNDS or clock() - begin_s < turn_s:
+            self.fill(sequences)
+            for done in self.engine.step():
+                self.num_tokens += len(done.token_ids)
+                self.num_finished_steps += done.num_draft_free_forwards
+                self.num_drafted += done.stats.num_drafted
+                self.num_forwards += done.stats.num_forwards
+            num_rounds += 1
+            self.num_sample_rounds += sequences
+        taken_s = clock() - begin_s
+        self.seconds += taken_s
+        self.speeds.append((self.engine.num_steps - steps) / taken_s)
+
+
+_LEAST_ROUNDS = 8
+
+
+def measure_throughput(
+    canonical: BlockTarget,
+    fast: BlockTarget,
+    drafter: Drafter,
+    latency: LatencyTable,
+    requests: Sequence[Request],
+    *,
+    sequences: int,
+    budgets: Sequence[int | Literal["auto"]],
+    num_passes: int,
+    turn_s: float = 1.0,
+) -> list[ThroughputRow]:
+    """A row for the baseline, one for canonical draft-free decoding, one for each budget."""
+    clock = device_clock(canonical.device)
+
+    def contender(
+        name: str, target: BlockTarget, proposer: Drafter | None, budget: int | Literal["auto"]
+    ) -> _Contender:
+        timed = _TimedTarget(target, clock)
+        asked = _TimedDrafter(proposer, clock) if proposer is not None else None
+        settings = EngineSettings(max_sequences=sequences, budget=budget)
+        engine = Engine(timed, asked, settings, latency=latency)
+        return _Contender(name, engine, timed, asked, requests)
+
+    contenders = [
+        contender(BASELINE, fast, None, 0),
+        contender(CANONICAL, canonical, None, 0),
+        *(contender(f"{budget}", canonical, drafter, budget) for budget in budgets),
+    ]
+    for each in contenders:  # out of step with one another, as samples of a job are
+        each.turn(sequences, turn_s)
+        each.speeds.clear()
+        each.seconds = each.target.seconds = 0.0
+        if each.drafter is not None:
+            each.drafter.seconds = 0.0
+    for number in range(num_passes):
+        at = number % len(contenders)
+        for each in contenders[at:] + contenders[:at]:
+            each.turn(sequences, turn_s)
+    return [_row(each, contenders[0], contenders[1], sequences) for each in contenders]
+
+
+def _row(
+    one: _Contender, baseline: _Contender, canonical: _Contender, sequences: int
+) -> ThroughputRow:
+    ratio, low, high = mean_ratio(one.speeds, baseline.speeds)
+    finished = [each for each in (one, baseline) if each.num_finished_steps]
+    assert finished, "no sample ended: more passes are needed"
+    per_step = finished[0].num_tokens / finished[0].num_finished_steps
+    device_s = one.target.seconds + (one.drafter.seconds if one.drafter is not None else 0.0)
+    return ThroughputRow(
+        sequences=sequences,
+        budget=one.name,
+        tokens_per_s=statistics.fmean(one.speeds) * per_step,
+        ratio_to_draft_free=ratio,
+        low=low,
+        high=high,
+        ratio_to_canonical=mean_ratio(one.speeds, canonical.speeds)[0],
+        host_share=1.0 - device_s / one.seconds,
+        drafted_per_forward=one.num_drafted / max(1, one.num_forwards),
+        steps_per_forward=one.engine.num_steps / one.num_sample_rounds,
+        num_passes=len(one.speeds),
+    )
+
+
+def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """The geometric mean of paired ratios and the ends of its 95 % interval."""
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), 0.0, math.inf
+    student = _STUDENT[min(len(logs) - 2, len(_STUDENT) - 1)]
+    spread = student * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)
+
+
+def device_name(device: torch.device) -> str:
+    """What the figures are of."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
