@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import (
@@ -33,8 +33,8 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over i
 LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
 MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
 
-Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf"]
-PerRow = Literal["temperature", "seed", "max_new_tokens"]
+Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf", "openai-batch"]
+PerRow = Literal["temperature", "top_p", "seed", "max_new_tokens", "stop"]
 OptionalColumn = Literal["token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"]
 
 
@@ -100,6 +100,7 @@ class InputSpec(Section):
     keep: Literal["all"] | tuple[str, ...] = "all"
     limit: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] | None = None
     overlong: Literal["error", "truncate_left", "skip"] = "error"
+    malformed: Literal["error", "refuse"] = "error"
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -294,6 +295,18 @@ class JobSpec(Section):
                 f"{path}: must not hold a credential ({what}): credentials stay out of the spec"
             )
         return _spelled_out(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_requests(cls, value: object) -> object:
+        """Rows that are OpenAI requests name their own columns, whatever else the spec says."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("input"), Mapping):
+            return value
+        if value["input"].get("format") != "openai-batch":
+            return value
+        columns = {"messages": "messages", "prompt": None, "custom_id": "custom_id"}
+        generation = {**(value.get("generation") or {}), "per_row": get_args(PerRow)}
+        return {**value, "input": {**value["input"], **columns}, "generation": generation}
 
     @model_validator(mode="after")
     def _trajectories_of_single(self) -> JobSpec:

@@ -185,7 +185,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """One pinned file. `digest` says what it holds; size and mtime_ns say whether to look again."""
+    """One pinned file. `digest` says what it holds; size and mtime_ns say whether to look again.
+
+    `origin` is the URL or the compressed file that `path` was kept from, "" for none;
+    `origin_mark` says whether to look at it again.
+    """
 
     path: str
     format: str
@@ -194,6 +198,8 @@ class InputFile:
     digest: str
     first_row: int
     num_rows: int
+    origin: str = ""
+    origin_mark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_batch.actor import model_info, sample_preparer, wanted_drafter
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
-from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input
+from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input, recognised
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
 from spot_batch.records import PinnedInput, RunFacts
 from spot_batch.store import JobDirectory, SpecConflict
@@ -55,13 +55,15 @@ def plan_job(spec: JobSpec, out: Path) -> JobPlan:
     Writes nothing but a hub dataset's rows, into the job directory.
     """
     info = model_info(spec)
+    hub_dir = JobDirectory(out).hub_input
+    spec = recognised(spec, hub_dir=hub_dir)
     given = spec.generation
     left_open = tuple(name for name in _SAMPLING if getattr(given, name) is None)
     spec = _pinned_down(
         with_model_defaults(spec, temperature=info.temperature, top_p=info.top_p, top_k=info.top_k),
         info,
     )
-    pinned = pin_input(spec, hub_dir=JobDirectory(out).hub_input)
+    pinned = pin_input(spec, hub_dir=hub_dir)
     return replace(_planned(spec, info, pinned), from_checkpoint=left_open)
 
 
