@@ -157,7 +157,7 @@ def test_s3_objects_are_read_and_pinned(put: Put, tmp_path: Path) -> None:
     assert pinned.num_rows == 6
     assert pinned.files[1].origin == "s3://rows/lines/b.jsonl"
     check_unchanged(pinned)
-    put("lines/b.jsonl", TEXT.replace(b"row", b"now"))
+    put("lines/b.jsonl", TEXT.replace(b"row", b"other row"))
     with pytest.raises(InputError, match=r"b\.jsonl: changed since"):
         check_unchanged(pinned)
     with pytest.raises(InputError, match="no such file: s3://rows/none"):
