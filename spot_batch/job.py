@@ -31,6 +31,7 @@ from pydantic import (
 NUMERICS_VERSION = 1  # raised whenever canonical numerics would give other bits
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over it mean nothing
 LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
+ONE_FILE = (".jsonl", ".parquet")  # endings of an output that is one file
 MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
 
 Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf", "openai-batch"]
@@ -229,9 +230,15 @@ class OutputSpec(Section):
     def _a_directory(cls, value: str | None) -> str | None:
         if value is not None and ("://" in value or not value):
             raise ValueError(f"must be a folder on a file system, got {value!r}")
-        if value is not None and value.endswith((".jsonl", ".parquet", ".arrow")):
-            raise ValueError(f"must be a folder: a single file is not written yet, got {value!r}")
+        if value is not None and value.endswith((".arrow", ".csv", ".json")):
+            raise ValueError(f"must be a folder, or one .jsonl or .parquet file, got {value!r}")
         return value
+
+    @property
+    def file(self) -> Path | None:
+        """The one file that is published at the end, where `path` names one."""
+        is_file = self.path is not None and self.path.endswith(ONE_FILE)
+        return Path(self.path) if is_file and self.path is not None else None
 
     @field_validator("prefix", mode="after")
     @classmethod
@@ -313,6 +320,14 @@ class JobSpec(Section):
         if "trajectory" in self.output.include and self.generation.unmasking != "single":
             raise ValueError("output.include: trajectory wants generation.unmasking single")
         return self
+
+    @property
+    def directory(self) -> Path:
+        """The job directory: `output.path`, or beside the one file that it names."""
+        file = self.output.file
+        if file is not None:
+            return file.with_name(file.name + ".job")
+        return Path("out") / self.name if self.output.path is None else Path(self.output.path)
 
     def rows_per_part(self, num_samples: int) -> int:
         """Samples to a part: from the spec and the pinned input alone, so that parts never move."""

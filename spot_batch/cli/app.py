@@ -37,7 +37,10 @@ Input = Annotated[
     list[str] | None,
     typer.Option("-i", "--input", help="File, folder, pattern or hub dataset; may be repeated."),
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="The job directory.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="The job directory, or one .jsonl or .parquet file."),
+]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled.")]
 DrafterOption = Annotated[
     str | None, typer.Option(help="auto, none, ranking, or a drafter's path.")
@@ -305,8 +308,7 @@ def compose(
         specs.find(spec) if spec is not None else None,
         _overrides(inputs=inputs, sets=sets, values=values),
     )
-    out = Path(loaded.output.path) if loaded.output.path is not None else Path("out") / loaded.name
-    return loaded, out
+    return loaded, loaded.directory
 
 
 def numbers(text: str, kind: type[Number], name: str) -> list[Number]:

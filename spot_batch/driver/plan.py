@@ -102,4 +102,6 @@ def _pinned_down(spec: JobSpec, info: ModelInfo) -> JobSpec:
         target["revision"] = info.commit
     if drafter["path"] is not None:
         drafter["path"] = str(Path(drafter["path"]).expanduser().absolute())
+    if spec.output.file is not None:
+        tree["output"]["path"] = str(spec.output.file.expanduser().absolute())
     return check_spec(tree)
