@@ -102,7 +102,7 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
             "generation.top_p: must be greater than or equal to 0.000001, got 0",
         ),
         ("generation__max_new_tokens", 40_000, "generation.max_new_tokens: must be less than"),
-        ("generation__per_row", ["top_p"], "generation.per_row[0]: must be 'temperature', 'top_p'"),
+        ("generation__per_row", ["top_k"], "generation.per_row[0]: must be 'temperature', 'top_p'"),
         ("generation__stop", [""], "generation.stop: an empty stop text"),
         ("generation__seed", -1, "generation.seed: must be greater than or equal to 0"),
         ("speculation__budget", "some", "speculation.budget: must be auto or a whole number"),

@@ -49,8 +49,8 @@ def test_parquet_keeps_types_and_metadata(job: JobDirectory, tmp_path: Path) -> 
     loaded = spot_batch.load(job.root).data.table.replace_schema_metadata(None)
     assert table.drop(["nan"]).equals(loaded.drop(["nan"]))
     assert pandas.read_parquet(tmp_path / "x.parquet")["row_index"].nunique() == 9
-    (count,) = duckdb.sql(f"select count(*) from '{tmp_path}/x.parquet'").fetchone() or (0,)
-    assert count == 17
+    counted = duckdb.sql(f"select count(*) from '{tmp_path}/x.parquet'").limit(1).fetchall()
+    assert counted == [(17,)]
 
 
 def test_json_lines_hold_every_value(job: JobDirectory, tmp_path: Path) -> None:
