@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_batch.decoding import AUTO_BUDGET, Engine, EngineSettings
 from spot_batch.drafters.registry import choose_drafter, load_drafter
-from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, SamplePreparer
+from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, RowReader, SamplePreparer
 from spot_batch.job import JobSpec
 from spot_batch.records import (
     Completion,
@@ -275,9 +275,14 @@ def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:
 
 
 def sample_preparer(
-    spec: JobSpec, pinned: PinnedInput, info: ModelInfo, tokenizer: PreTrainedTokenizerFast
+    spec: JobSpec,
+    pinned: PinnedInput,
+    info: ModelInfo,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    reader: RowReader | None = None,
 ) -> SamplePreparer:
-    """What turns a job's sample ids into requests."""
+    """What turns a job's sample ids into requests; rows are the pinned input's unless given."""
     renderer = PromptRenderer(
         spec,
         pinned,
@@ -289,7 +294,7 @@ def sample_preparer(
     return SamplePreparer(
         spec,
         pinned,
-        InputReader(pinned),
+        reader if reader is not None else InputReader(pinned),
         renderer,
         stop_ids=info.stop_ids,
         confidence=info.family.confidence,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
-from spot_batch.inputs.reader import InputReader, InputRows
+from spot_batch.inputs.reader import InputRows
 from spot_batch.inputs.render import PromptRenderer
 from spot_batch.job import LEAST_TOP_P, MAX_NEW_TOKENS, JobSpec, checked_temperature
 from spot_batch.records import (
@@ -64,6 +64,14 @@ class _Row:
     error: RowError | None
 
 
+class RowReader(Protocol):
+    """Where rows come from: an InputReader, or the rows of a sample that is decoded again."""
+
+    def read(self, row_indices: Sequence[int]) -> InputRows: ...
+
+    def where(self, row_index: int) -> str: ...
+
+
 class SamplePreparer:
     """From sample ids to requests: reads rows, renders prompts, applies per-row overrides.
 
@@ -75,7 +83,7 @@ class SamplePreparer:
         self,
         spec: JobSpec,
         pinned: PinnedInput,
-        reader: InputReader,
+        reader: RowReader,
         renderer: PromptRenderer,
         *,
         stop_ids: Sequence[int],
