@@ -11,9 +11,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -30,8 +31,10 @@ from spot_batch.records import (
     Progress,
     Purpose,
     Receipt,
+    Request,
 )
 from spot_batch.store import JobDirectory, publish_segment
+from spot_batch.store.files import Reach, unhindered
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -65,36 +68,59 @@ class _Sample:
     prepared: PreparedSample
 
 
+class Decoder(Protocol):
+    """What an actor asks of an engine."""
+
+    @property
+    def num_active(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What an actor works with. `text` makes the generation column of token ids; stop strings are
+    looked for in the same."""
+
+    engine: Decoder
+    preparer: SamplePreparer
+    text: Callable[[Sequence[int]], str]
+    drafter: str
+
+
+Load = Callable[[JobDirectory, torch.device], Loaded]
+
+
 class Actor:
-    """One engine thread over the target and drafter of a job. Call `stop` at the end."""
+    """One engine thread over the target and drafter of a job. Call `stop` at the end.
 
-    def __init__(self, out: Path, index: int, *, device: str = "auto") -> None:
-        # The model code of transformers takes seconds to import, and only actors need it.
-        from spot_batch.targets.block import load_target
-        from spot_batch.targets.numerics import measure_numerics
+    `load` and `reach` are for tests: another engine, and a call at each step of publication.
+    """
 
+    def __init__(
+        self,
+        out: Path,
+        index: int,
+        *,
+        device: str = "auto",
+        load: Load | None = None,
+        reach: Reach = unhindered,
+    ) -> None:
         started_s = time.monotonic()
-        self._job = JobDirectory.open(out)
+        self._job = JobDirectory.open(out, reach=reach)
         self._name = f"actor-{index}"
         spec = self._job.spec
         torch.set_num_threads(spec.resources.num_threads)
         where = torch.device(_device(device))
-        info = model_info(spec)
-        drafter = choose_drafter(wanted_drafter(spec), info)
-        self._tokenizer = tokenizer = load_tokenizer(info.path)
-        canonical = spec.speculation.numerics == "canonical"
-        target = load_target(info, dtype=spec.model.target.dtype, device=where, canonical=canonical)
-        if canonical:
-            numerics = measure_numerics(target)
-            numerics.require(self._job.claim_numerics(asdict(numerics)))
-        self._engine = Engine(
-            target,
-            load_drafter(drafter, block_length=info.block_length, device=where),
-            engine_settings(spec, where),
-            decode=self._text,
-            record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
-        )
-        self._preparer = sample_preparer(spec, self._job.pinned, info, tokenizer)
+        loaded = (load or load_engine)(self._job, where)
+        self._text = loaded.text
+        self._engine = loaded.engine
+        self._preparer = loaded.preparer
         self._max_sequences = engine_settings(spec, where).max_sequences
         self._publish_s = spec.scheduling.publish_seconds
         self._queue: deque[tuple[Purpose, int]] = deque()
@@ -111,7 +137,7 @@ class Actor:
             pid=os.getpid(),
             device=str(where),
             max_sequences=self._max_sequences,
-            drafter=drafter.name,
+            drafter=loaded.drafter,
             load_s=time.monotonic() - started_s,
         )
         self._started_s = time.monotonic()
@@ -190,6 +216,7 @@ class Actor:
                     continue
                 self._samples[prepared.sample_id] = _Sample(purpose, prepared)
                 self._engine.add(prepared.request)
+        self._job.reach("actor.admitted")
 
     def _take(self, room: int) -> list[tuple[Purpose, int]]:
         """Up to `room` queued samples; one that is in flight for the other purpose waits for it."""
@@ -204,18 +231,11 @@ class Actor:
             self._queue.extendleft(reversed(held))
         return taken
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """What the generation column holds; stop strings are looked for in the same."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
     def _finish(self, completion: Completion) -> None:
         sample = self._samples.pop(completion.sample_id)
         text = completion.text if completion.text is not None else self._text(completion.token_ids)
         self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
+        self._job.reach("actor.finished")
 
     def _publish_if_due(self) -> None:
         idle = not self._samples and not self._queue
@@ -238,12 +258,47 @@ class Actor:
             with self._changed:
                 self._receipts += receipts
                 self._changed.notify_all()
+            self._job.reach("actor.published")
 
     def _wait_for_work(self) -> None:
         if self._engine.has_work:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+
+
+def load_engine(job: JobDirectory, device: torch.device) -> Loaded:
+    """The job's target and drafter on a device; refuses hardware that gives other bits."""
+    # The model code of transformers takes seconds to import, and only actors need it.
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.numerics import measure_numerics
+
+    spec = job.spec
+    info = model_info(spec)
+    drafter = choose_drafter(wanted_drafter(spec), info)
+    tokenizer = load_tokenizer(info.path)
+    canonical = spec.speculation.numerics == "canonical"
+    target = load_target(info, dtype=spec.model.target.dtype, device=device, canonical=canonical)
+    if canonical:
+        numerics = measure_numerics(target)
+        numerics.require(job.claim_numerics(asdict(numerics)))
+
+    def text(token_ids: Sequence[int]) -> str:
+        decoded = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(decoded, str)
+        return decoded
+
+    engine = Engine(
+        target,
+        load_drafter(drafter, block_length=info.block_length, device=device),
+        engine_settings(spec, device),
+        decode=text,
+        record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
+    )
+    preparer = sample_preparer(spec, job.pinned, info, tokenizer)
+    return Loaded(engine=engine, preparer=preparer, text=text, drafter=drafter.name)
 
 
 def model_info(spec: JobSpec) -> ModelInfo:

@@ -215,6 +215,19 @@ def resume(
 
 @app.command()
 @speaking_plainly
+def retry(
+    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    code: Annotated[str, typer.Option(help="Only these error codes, by comma.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Make the error rows of a complete job again."""
+    from spot_batch.cli import running
+
+    return running.retry(out, [each for each in code.split(",") if each], as_json=as_json)
+
+
+@app.command()
+@speaking_plainly
 def status(
     out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
 ) -> int:

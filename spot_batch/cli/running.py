@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from spot_batch.store import (
     OutputError,
     SpecConflict,
     acquire_driver_lease,
+    begin_retry,
     read_driver,
     read_heartbeat,
 )
@@ -78,6 +79,19 @@ def resume(out: Path, *, as_json: bool = False) -> int:
     plan = plan_of(job)
     show_plan(screen, plan, out)
     return _run_or_follow(screen, job, plan, lambda: job, as_json=as_json)
+
+
+def retry(out: Path, codes: Sequence[str], *, as_json: bool = False) -> int:
+    """Make the error rows of a complete job again; its parts are republished whole."""
+    screen = Screen(to_stderr=as_json)
+    job = JobDirectory.open(out)
+    plan = plan_of(job)
+
+    def begin() -> JobDirectory:
+        screen.line(f"{begin_retry(job, codes):,} error rows are made again")
+        return job
+
+    return _run_or_follow(screen, job, plan, begin, as_json=as_json)
 
 
 def _run_or_follow(

@@ -8,6 +8,7 @@ stands in data/ or in errors/ and never in both or neither.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
@@ -103,17 +104,24 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
         _write_part(data_path, job.schema, completions, job.spec.output.compression)
         if any(choice.failed):
             _write_part(errors_path, *_error_rows(job, segments, choice), "zstd")
-        _write_stats(job, stats, segments, choice, data_path, errors_path)
+        _write_stats(job, name, stats, segments, choice, data_path, errors_path)
+        job.reach("part.written")
         if not link_whole(stats, job.stats / name):
             theirs = _stored_choice(job, part, segments)
             if theirs is not None and theirs != choice:
                 return compact(job, part)  # another compactor's choice is the part's
             replace_whole(stats, job.stats / name)
+        job.reach("part.stats")
+        is_revised = (job.retry / name).exists()
         if any(choice.failed):
-            _publish_part(errors_path, job.errors / name, None)
-        else:
-            (job.errors / name).unlink(missing_ok=True)  # of a damaged part that is made again
-        _publish_part(data_path, job.data / name, job.schema)
+            _publish_part(errors_path, job.errors / name, None, is_revised=is_revised)
+        else:  # of a damaged part that is made again, or of one whose errors were retried
+            (job.errors / name).unlink(missing_ok=True)
+        job.reach("part.errors")
+        _publish_part(data_path, job.data / name, job.schema, is_revised=is_revised)
+        job.reach("part.data")
+        (job.retry / name).unlink(missing_ok=True)  # from here on the revision counts
+    job.reach("part.published")
     made = read_part(job, part)
     assert made is not None, f"part {part} was published and does not count"
     return made
@@ -127,6 +135,7 @@ def delete_covered_segments(job: JobDirectory, parts: Iterable[PartInfo]) -> int
         first, last = (int(piece) for piece in path.name.split("-")[:2])
         if covered.covers(range(first, last + 1)):
             path.unlink(missing_ok=True)
+            job.reach("segment.deleted")
             count += 1
     return count
 
@@ -290,8 +299,16 @@ def _error_rows(
     return schema, batches()
 
 
+def _revision(job: JobDirectory, name: str) -> int:
+    try:
+        return int(json.loads((job.retry / name).read_bytes())["revision"])
+    except FileNotFoundError:
+        return 0
+
+
 def _write_stats(
     job: JobDirectory,
+    part_name: str,
     path: Path,
     segments: Sequence[_Segment],
     choice: _Choice,
@@ -304,6 +321,7 @@ def _write_stats(
         sha256=sha256_of(data_path),
         totals=_totals(job, segments, choice),
         errors_sha256=sha256_of(errors_path) if any(choice.failed) else None,
+        revision=_revision(job, part_name),
     )
     schema = STATS_SCHEMA.with_metadata({**job.schema.metadata, PART_KEY: facts.to_json()})
     own = [job.spec.output.prefix + name for name in ("row_index", "sample_index")]
@@ -361,8 +379,11 @@ def _write_part(
         os.fsync(file.fileno())
 
 
-def _publish_part(source: Path, final: Path, schema: pa.Schema | None) -> None:
+def _publish_part(source: Path, final: Path, schema: pa.Schema | None, *, is_revised: bool) -> None:
     if link_whole(source, final):
+        return
+    if is_revised:
+        replace_whole(source, final)
         return
     if sha256_of(source) == sha256_of(final):
         return

@@ -69,23 +69,35 @@ def publish_segment(
     """
     assert outcomes, "a segment holds at least one sample"
     outcomes = sorted(outcomes, key=lambda outcome: outcome.sample_id)
-    ids = IntervalSet.of(outcome.sample_id for outcome in outcomes)
-    assert len(ids) == len(outcomes), "a segment holds a sample once"
+    assert len({outcome.sample_id for outcome in outcomes}) == len(outcomes), (
+        "a segment holds a sample once"
+    )
+    table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
+    totals = _totals(outcomes)
+    name, num_bytes = publish_rows(job, table, totals=totals, purpose=purpose, actor=actor)
+    return _receipt(outcomes, totals, name=name, purpose=purpose, num_bytes=num_bytes)
+
+
+def publish_rows(
+    job: JobDirectory, rows: pa.Table, *, totals: Totals, purpose: Purpose = "data", actor: str
+) -> tuple[str, int]:
+    """Publishes rows of a segment's schema, in order of sample id; (its name, its bytes)."""
+    sample_ids = rows[SAMPLE_ID].to_pylist()
     metadata = {
         "spot_batch.fingerprint": job.fingerprint,
         "spot_batch.purpose": purpose,
-        "spot_batch.ids": str(ids),
-        "spot_batch.totals": _totals(outcomes).to_json(),
+        "spot_batch.ids": str(IntervalSet.of(sample_ids)),
+        "spot_batch.totals": totals.to_json(),
         "spot_batch.actor": actor,
     }
-    table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
-    data = _as_file(table.replace_schema_metadata(metadata))
+    data = _as_file(rows.replace_schema_metadata(metadata))
     checksum = hashlib.sha256(data).hexdigest()[:32]
-    first, last = outcomes[0].sample_id, outcomes[-1].sample_id
-    name = f"{first:012d}-{last:012d}-{checksum}.arrow"
+    name = f"{sample_ids[0]:012d}-{sample_ids[-1]:012d}-{checksum}.arrow"
     folder = job.audit if purpose == "audit" else job.segments
-    publish_bytes(data, folder / name, tmp=job.tmp)
-    return _receipt(outcomes, name=name, purpose=purpose, num_bytes=len(data), checksum=checksum)
+    job.reach(f"{purpose}.segment.made")
+    publish_bytes(data, folder / name, tmp=job.tmp, reach=job.reach)
+    job.reach(f"{purpose}.segment.published")
+    return name, len(data)
 
 
 def list_segments(folder: Path, *, overlapping: range | None = None) -> Iterator[Path]:
@@ -319,9 +331,8 @@ def _totals(outcomes: Sequence[Outcome]) -> Totals:
 
 
 def _receipt(
-    outcomes: Sequence[Outcome], *, name: str, purpose: Purpose, num_bytes: int, checksum: str
+    outcomes: Sequence[Outcome], totals: Totals, *, name: str, purpose: Purpose, num_bytes: int
 ) -> Receipt:
-    totals = _totals(outcomes)
     return Receipt(
         name=name,
         purpose=purpose,
@@ -329,7 +340,7 @@ def _receipt(
         num_rows=totals.num_samples,
         num_errors=totals.num_errors,
         num_bytes=num_bytes,
-        checksum=checksum,
+        checksum=name.removesuffix(".arrow").rpartition("-")[2],
         num_tokens=totals.num_tokens,
         stats=SampleStats(
             num_forwards=totals.num_forwards,
