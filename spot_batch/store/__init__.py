@@ -1,6 +1,6 @@
 """The job directory is the job: segments in, parts out, everything rebuilt from files alone.
 
-Pure pyarrow and the standard library; `datasets` is loaded by `load` only.
+Pure pyarrow, numpy and the standard library; `datasets` is loaded by `load` only.
 """
 
 from spot_batch.store.check import compare_audits

@@ -49,15 +49,15 @@ def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | 
     job.reach("finalize.card")
     write_atomically(job.summary_path, summary.to_json().encode(), tmp=job.tmp)
     job.reach("finalize.summary")
+    for folder in (job.segments, job.checkpoints, job.tmp):  # first: nobody cleans a finished job
+        clear_folder(folder)
+    job.reach("finalize.cleared")
     failed = check is not None and check.num_differed > 0
     if failed and job.spec.equivalence.on_fail == "stop":
         job.success.unlink(missing_ok=True)
     else:
         write_atomically(job.success, b"", tmp=job.tmp)
     job.reach("finalize.success")
-    for folder in (job.segments, job.checkpoints, job.tmp):
-        clear_folder(folder)
-    job.reach("finalize.cleared")
     return summary
 
 

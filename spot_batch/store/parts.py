@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from spot_batch.store.directory import JobDirectory
 from spot_batch.store.files import (
@@ -56,6 +58,10 @@ from spot_batch.store.summary import Totals
 logger = logging.getLogger(__name__)
 
 
+_Places = NDArray[np.int64]
+"""(2, n): the segment of each sample among those read, and its row there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     info: SegmentInfo
@@ -71,13 +77,13 @@ class _Choice:
     rows: list[int]
     failed: list[bool]
 
-    def only(self, *, failed: bool) -> list[tuple[int, int]]:
-        """(segment, row) of the completions, or of the errors."""
-        places = zip(self.segments, self.rows, self.failed, strict=True)
-        return [(segment, row) for segment, row, is_failed in places if is_failed == failed]
+    def only(self, *, failed: bool) -> _Places:
+        """Where the completions are, or the errors."""
+        wanted = np.asarray(self.failed, np.bool_) == failed
+        return self.all()[:, wanted]
 
-    def all(self) -> list[tuple[int, int]]:
-        return list(zip(self.segments, self.rows, strict=True))
+    def all(self) -> _Places:
+        return np.asarray([self.segments, self.rows], np.int64)
 
 
 def compact(job: JobDirectory, part: int) -> PartInfo:
@@ -168,8 +174,8 @@ def _first_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) ->
                 {
                     "id": batch.column(SAMPLE_ID),
                     "failed": pc.is_valid(batch.column(ERROR)),
-                    "segment": pa.array([index] * batch.num_rows, pa.int32()),
-                    "row": pa.array(range(batch.num_rows), pa.int32()),
+                    "segment": np.full(batch.num_rows, index, np.int32),
+                    "row": np.arange(batch.num_rows, dtype=np.int32),
                 }
             )
         )
@@ -183,16 +189,10 @@ def _first_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) ->
     table = table.filter(inside).sort_by(
         [("id", "ascending"), ("failed", "ascending"), ("segment", "ascending")]
     )
-    columns = [table[name].to_pylist() for name in ("id", "segment", "row", "failed")]
-    choice = _Choice([], [], [], [])
-    last = -1
-    for number, segment_index, row, is_failed in zip(*columns, strict=True):
-        if number != last:
-            last = number
-            choice.sample_ids.append(number)
-            choice.segments.append(segment_index)
-            choice.rows.append(row)
-            choice.failed.append(is_failed)
+    numbers = table["id"].to_numpy()
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))
+    names = ("id", "segment", "row", "failed")
+    choice = _Choice(*(table[name].to_numpy()[first].tolist() for name in names))
     return choice if len(choice.sample_ids) == len(ids) else None
 
 
@@ -244,36 +244,28 @@ def _missing(job: JobDirectory, part: int, segments: Sequence[_Segment]) -> str:
 
 
 def _gather(
-    segments: Sequence[_Segment], places: Sequence[tuple[int, int]], columns: Sequence[str]
+    segments: Sequence[_Segment], places: _Places, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """The named columns in the order of `places`, in batches of BATCH_ROWS.
 
     Each batch is the output of one `take` of one kernel, whatever the segments: the layout of
     buffers under nulls and past the end is then the same too.
     """
-    for start in range(0, len(places), BATCH_ROWS):
-        window = places[start : start + BATCH_ROWS]
-        rows: dict[int, list[int]] = {}
-        spots: list[tuple[int, int]] = []
-        for segment, row in window:
-            taken = rows.setdefault(segment, [])
-            spots.append((segment, len(taken)))
-            taken.append(row)
+    for start in range(0, places.shape[1], BATCH_ROWS):
+        owners, rows = places[:, start : start + BATCH_ROWS]
+        used, which = np.unique(owners, return_inverse=True)
         pieces = [
-            segments[segment].batch.select(columns).take(pa.array(taken))
-            for segment, taken in rows.items()
+            segments[owner].batch.select(columns).take(pa.array(rows[which == index]))
+            for index, owner in enumerate(used.tolist())
         ]
-        starts, begin = {}, 0
-        for segment, taken in rows.items():
-            starts[segment] = begin
-            begin += len(taken)
-        order = pa.array([starts[segment] + spot for segment, spot in spots])
+        order = np.empty(len(which), np.int64)
+        order[np.argsort(which, kind="stable")] = np.arange(len(which))
         joined = pa.Table.from_batches(
             [piece.replace_schema_metadata(None) for piece in pieces]
         ).combine_chunks()
         batches = joined.to_batches()
         assert len(batches) == 1, f"more than 2 GB of text in {BATCH_ROWS} rows"
-        yield batches[0].take(order)
+        yield batches[0].take(pa.array(order))
 
 
 def _data_batches(
@@ -325,19 +317,21 @@ def _write_stats(
     )
     schema = STATS_SCHEMA.with_metadata({**job.schema.metadata, PART_KEY: facts.to_json()})
     own = [job.spec.output.prefix + name for name in ("row_index", "sample_index")]
-    actors = [segment_actor(segment.batch) for segment in segments]
-    owners = iter(choice.segments)
+    actors = pa.array([segment_actor(segment.batch) for segment in segments], pa.string())
+    names = pa.array([segment.info.name for segment in segments], pa.string())
 
     def batches() -> Iterator[pa.RecordBatch]:
+        start = 0
         for batch in _gather(segments, choice.all(), [*own, ERROR, STATS]):
             stats = batch.column(STATS)
-            owned = [next(owners) for _ in range(batch.num_rows)]
+            owners = pa.array(choice.segments[start : start + batch.num_rows], pa.int32())
+            start += batch.num_rows
             columns = {
                 "row_index": batch.column(own[0]),
                 "sample_index": batch.column(own[1]),
                 "is_error": pc.is_valid(batch.column(ERROR)),
-                "actor": pa.array([actors[owner] for owner in owned], pa.string()),
-                "segment": pa.array([segments[owner].info.name for owner in owned], pa.string()),
+                "actor": actors.take(owners),
+                "segment": names.take(owners),
             }
             columns |= {field.name: pc.struct_field(stats, field.name) for field in stats.type}
             yield pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
