@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,23 +171,19 @@ def _data_table(job: JobDirectory, outcomes: Sequence[Outcome]) -> pa.Table:
     kept = _kept_columns(outcomes, job.kept)
     columns: list[pa.Array | pa.ChunkedArray] = [_array(SAMPLE_ID, schema, _ids(outcomes))]
     columns += [kept.column(name) for name in job.kept]
-    values = _own_values(outcomes, job.spec.generation.n)
-    for name in own_columns(job.spec):
-        columns.append(pa.array(values[name], type=OWN_COLUMNS[name]))
-    columns.append(pa.array([_error(o) for o in outcomes], type=ERROR_STRUCT))
-    columns.append(pa.array([_stats(o) for o in outcomes], type=STATS_STRUCT))
+    names = own_columns(job.spec)
+    values = _own_values(outcomes, job.spec.generation.n, names)
+    columns += [pa.array(values[name], type=OWN_COLUMNS[name]) for name in names]
+    columns += [_errors(outcomes), _stats(outcomes)]
     for field, column in zip(schema, columns, strict=True):
         assert column.type == field.type, f"column {field.name}: {column.type}, want {field.type}"
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _audit_table(outcomes: Sequence[Outcome]) -> pa.Table:
-    values = _own_values(outcomes, n=1)
     columns: dict[str, object] = {SAMPLE_ID: _ids(outcomes)}
-    for name in ("generation", "finish_reason", "token_ids", "commit_step"):
-        columns[name] = values[name]
-    columns[ERROR] = [_error(outcome) for outcome in outcomes]
-    columns[STATS] = [_stats(outcome) for outcome in outcomes]
+    columns |= _own_values(outcomes, 1, ("generation", "finish_reason", "token_ids", "commit_step"))
+    columns |= {ERROR: _errors(outcomes), STATS: _stats(outcomes)}
     return pa.table(columns, schema=AUDIT_SCHEMA)
 
 
@@ -213,49 +209,66 @@ def _kept_columns(outcomes: Sequence[Outcome], names: list[str]) -> pa.Table:
     return pa.concat_tables(pieces).combine_chunks().take(order)
 
 
-def _own_values(outcomes: Sequence[Outcome], n: int) -> dict[str, list[object]]:
-    values: dict[str, list[object]] = {name: [] for name in OWN_COLUMNS}
-    for outcome in outcomes:
-        row_index, sample_index = divmod(outcome.sample_id, n)
-        values["custom_id"].append(outcome.custom_id)
-        values["row_index"].append(row_index)
-        values["sample_index"].append(sample_index)
-        values["seed"].append(outcome.seed)
-        result = outcome.result
-        if isinstance(result, RowError):
-            for name in _OF_COMPLETIONS:
-                values[name].append(None)
-            continue
-        text, is_lossy = _text(outcome.text)
-        values["generation"].append(text)
-        values["text_lossy"].append(is_lossy)
-        values["finish_reason"].append(result.finish_reason)
-        values["token_ids"].append(result.token_ids)
-        values["commit_step"].append(result.commit_step)
-        values["rendered_prompt"].append(_text(outcome.prompt_text)[0])
-        values["trajectory"].append(
-            None if result.trajectory is None else asdict(result.trajectory)
-        )
-        values["usage"].append(
-            {
-                "prompt_tokens": result.num_prompt_tokens,
-                "completion_tokens": len(result.token_ids),
-                "draft_free_forwards": result.num_draft_free_forwards,
-            }
-        )
+def _own_values(
+    outcomes: Sequence[Outcome], n: int, names: Sequence[str]
+) -> dict[str, list[object] | pa.Array]:
+    """The named columns of ours; those of a completion are null for an error."""
+    results = [o.result if isinstance(o.result, Completion) else None for o in outcomes]
+    texts = [
+        _text(o.text) if r is not None else (None, None) for o, r in _beside(outcomes, results)
+    ]
+    values: dict[str, list[object] | pa.Array] = {}
+    for name in names:
+        if name == "usage":
+            values[name] = _usage(results)
+        elif name in _OF_SAMPLES:
+            of_sample = _OF_SAMPLES[name]
+            values[name] = [of_sample(outcome, n) for outcome in outcomes]
+        elif name in _OF_TEXTS:
+            values[name] = [text[_OF_TEXTS[name]] for text in texts]
+        else:
+            of_result = _OF_RESULTS[name]
+            values[name] = [
+                None if result is None else of_result(outcome, result)
+                for outcome, result in _beside(outcomes, results)
+            ]
     return values
 
 
-_OF_COMPLETIONS = (
-    "generation",
-    "text_lossy",
-    "finish_reason",
-    "token_ids",
-    "commit_step",
-    "rendered_prompt",
-    "trajectory",
-    "usage",
-)
+def _beside(
+    outcomes: Sequence[Outcome], results: Sequence[Completion | None]
+) -> Iterator[tuple[Outcome, Completion | None]]:
+    return zip(outcomes, results, strict=True)
+
+
+_OF_TEXTS = {"generation": 0, "text_lossy": 1}
+_OF_SAMPLES: dict[str, Callable[[Outcome, int], object]] = {
+    "custom_id": lambda outcome, n: outcome.custom_id,
+    "row_index": lambda outcome, n: outcome.sample_id // n,
+    "sample_index": lambda outcome, n: outcome.sample_id % n,
+    "seed": lambda outcome, n: outcome.seed,
+}
+_OF_RESULTS: dict[str, Callable[[Outcome, Completion], object]] = {
+    "finish_reason": lambda outcome, result: result.finish_reason,
+    "token_ids": lambda outcome, result: result.token_ids,
+    "commit_step": lambda outcome, result: result.commit_step,
+    "rendered_prompt": lambda outcome, result: _text(outcome.prompt_text)[0],
+    "trajectory": lambda outcome, result: (
+        None if result.trajectory is None else asdict(result.trajectory)
+    ),
+}
+
+
+def _usage(results: Sequence[Completion | None]) -> pa.Array:
+    counts = (
+        [result.num_prompt_tokens if result else None for result in results],
+        [len(result.token_ids) if result else None for result in results],
+        [result.num_draft_free_forwards if result else None for result in results],
+    )
+    fields = list(OWN_COLUMNS["usage"])
+    arrays = [pa.array(each, field.type) for each, field in zip(counts, fields, strict=True)]
+    mask = pa.array([result is None for result in results], pa.bool_())
+    return pa.StructArray.from_arrays(arrays, fields=fields, mask=mask)
 
 
 def _error(outcome: Outcome) -> dict[str, object] | None:
@@ -271,22 +284,29 @@ def _error(outcome: Outcome) -> dict[str, object] | None:
     }
 
 
-def _stats(outcome: Outcome) -> dict[str, int]:
-    result = outcome.result
-    if not isinstance(result, Completion):
-        return dict.fromkeys((field.name for field in STATS_STRUCT), 0)
-    return {
-        "num_forwards": result.stats.num_forwards,
-        "num_clean_passes": result.stats.num_clean_passes,
-        "num_drafted": result.stats.num_drafted,
-        "num_accepted": result.stats.num_accepted,
-        "num_tokens": len(result.token_ids),
-        "num_draft_free_forwards": result.num_draft_free_forwards,
+def _errors(outcomes: Sequence[Outcome]) -> pa.Array:
+    return pa.array([_error(outcome) for outcome in outcomes], type=ERROR_STRUCT)
+
+
+def _stats(outcomes: Sequence[Outcome]) -> pa.Array:
+    """What depends on scheduling; zeros for an error."""
+    results = [o.result if isinstance(o.result, Completion) else None for o in outcomes]
+    counts = {
+        "num_tokens": [len(result.token_ids) if result else 0 for result in results],
+        "num_draft_free_forwards": [
+            result.num_draft_free_forwards if result else 0 for result in results
+        ],
     }
+    for name in SampleStats.__slots__:
+        counts[name] = [getattr(result.stats, name) if result else 0 for result in results]
+    arrays = [pa.array(counts[field.name], field.type) for field in STATS_STRUCT]
+    return pa.StructArray.from_arrays(arrays, fields=list(STATS_STRUCT))
 
 
 def _text(text: str) -> tuple[str, bool]:
     """(text that UTF-8 can hold, whether something of it was lost)."""
+    if text.isascii():
+        return text, False
     try:
         text.encode()
     except UnicodeEncodeError:
