@@ -7,12 +7,13 @@ own thread decodes, so that leases overlap in one batch.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, RowReader, SamplePreparer
 from spot_batch.job import JobSpec
 from spot_batch.records import (
+    Begun,
     Completion,
     Lease,
     Outcome,
@@ -34,6 +36,7 @@ from spot_batch.records import (
     Request,
 )
 from spot_batch.store import JobDirectory, publish_segment
+from spot_batch.store.checkpoints import Checkpoints
 from spot_batch.store.files import Reach, unhindered
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
 
@@ -81,6 +84,8 @@ class Decoder(Protocol):
 
     def step(self) -> list[Completion]: ...
 
+    def begun(self) -> dict[int, Begun]: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
@@ -122,12 +127,17 @@ class Actor:
         self._engine = loaded.engine
         self._preparer = loaded.preparer
         self._max_sequences = engine_settings(spec, where).max_sequences
+        # A trajectory is recorded from its beginning or not at all.
+        self._checkpoint_s = (
+            math.inf if "trajectory" in spec.output.include else spec.scheduling.checkpoint_seconds
+        )
+        self._checkpoints = Checkpoints(self._job)
         self._publish_s = spec.scheduling.publish_seconds
         self._queue: deque[tuple[Purpose, int]] = deque()
         self._samples: dict[int, _Sample] = {}
         self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
         self._receipts: list[Receipt] = []
-        self._last_publish_s = time.monotonic()
+        self._last_publish_s = self._last_checkpoint_s = time.monotonic()
         self._has_published = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -190,8 +200,10 @@ class Actor:
                 for completion in self._engine.step() if self._engine.has_work else ():
                     self._finish(completion)
                 self._publish_if_due()
+                self._checkpoint_if_due()
                 self._wait_for_work()
             self._publish()
+            self._checkpoint()
         except BaseException as error:  # handed to whoever calls collect
             logger.exception("%s: the engine stopped", self._name)
             with self._changed:
@@ -209,13 +221,15 @@ class Actor:
             ids = [sample_id for kind, sample_id in taken if kind == purpose]
             if not ids:
                 continue
+            begun = self._checkpoints.find(ids) if purpose == "data" else {}
             for prepared in self._preparer.prepare(ids, draft_free=purpose == "audit"):
                 if prepared.request is None:
                     assert prepared.error is not None
                     self._finished[purpose].append(prepared.outcome(prepared.error))
                     continue
                 self._samples[prepared.sample_id] = _Sample(purpose, prepared)
-                self._engine.add(prepared.request)
+                at = begun.get(prepared.sample_id)
+                self._engine.add(replace(prepared.request, begun=at))
         self._job.reach("actor.admitted")
 
     def _take(self, room: int) -> list[tuple[Purpose, int]]:
@@ -259,6 +273,16 @@ class Actor:
                 self._receipts += receipts
                 self._changed.notify_all()
             self._job.reach("actor.published")
+
+    def _checkpoint_if_due(self) -> None:
+        if time.monotonic() - self._last_checkpoint_s >= self._checkpoint_s:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Whole blocks of what is in flight, for whoever goes on with it."""
+        if self._checkpoint_s < math.inf:
+            self._checkpoints.write(self._engine.begun())
+        self._last_checkpoint_s = time.monotonic()
 
     def _wait_for_work(self) -> None:
         if self._engine.has_work:

@@ -263,6 +263,7 @@ class SchedulingSpec(Section):
     order: Literal["input"] = "input"
     lease_seconds: Seconds = 30.0
     publish_seconds: Seconds = 10.0
+    checkpoint_seconds: Seconds = 60.0
 
 
 class FailureSpec(Section):
@@ -533,7 +534,6 @@ _NOT_YET = frozenset(
         "resources.usd_per_gpu_hour",
         "resources.one_device_kind",
         "resources.runtime_env",
-        "scheduling.checkpoint_seconds",
         "failure.no_progress_seconds",
         "equivalence.max_overhead",
         "equivalence.alpha",

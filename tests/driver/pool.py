@@ -23,7 +23,7 @@ from spot_batch.driver.fleet import Answer, Failure, Member
 from spot_batch.driver.progress import Silent
 from spot_batch.driver.run import run_job
 from spot_batch.job import JobSpec
-from spot_batch.records import Completion, Lease, Progress, Request, RunFacts, SampleStats
+from spot_batch.records import Begun, Completion, Lease, Progress, Request, RunFacts, SampleStats
 from spot_batch.store import (
     IntervalSet,
     JobDirectory,
@@ -97,6 +97,19 @@ class StandIn:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
+    def begun(self) -> dict[int, Begun]:
+        """The first half of the answer; what is begun is checked when it is answered."""
+        return {
+            each.sample_id: Begun(
+                token_ids=answer(each).token_ids[:2],
+                commit_step=(0, 1)[: len(answer(each).token_ids)],
+                num_steps=2,
+                stats=SampleStats(),
+            )
+            for each in self._waiting
+            if not each.draft_free
+        }
+
     def add(self, request: Request) -> None:
         self._waiting.append(request)
 
@@ -107,6 +120,13 @@ class StandIn:
 
 def answer(request: Request) -> Completion:
     length = request.noise_key % 5
+    if request.begun is not None:
+        assert request.begun == Begun(
+            token_ids=tuple((request.noise_key >> at) % 200 for at in range(min(2, length))),
+            commit_step=(0, 1)[:length],
+            num_steps=2,
+            stats=SampleStats(),
+        )
     return Completion(
         sample_id=request.sample_id,
         token_ids=tuple((request.noise_key >> at) % 200 for at in range(length)),

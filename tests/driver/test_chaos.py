@@ -33,6 +33,7 @@ SPEC = {
     "generation.n": 2,
     "output.rows_per_part": 23,
     "scheduling.publish_seconds": 0.001,
+    "scheduling.checkpoint_seconds": 0.001,
     "engine.max_sequences": 4,
     "failure.actor_restarts_per_hour": 100,
 }
