@@ -50,7 +50,6 @@ class Checkpoints:
         if begun:
             data = _as_file(begun, self._job.fingerprint)
             name = f"{self._owner}-{hashlib.sha256(data).hexdigest()[:32]}.arrow"
-            self._job.checkpoints.mkdir(exist_ok=True)
             self._mine = self._job.checkpoints / name
             publish_bytes(data, self._mine, tmp=self._job.tmp)
             self._job.reach("checkpoint.published")

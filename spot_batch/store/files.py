@@ -50,6 +50,8 @@ def speaking_plainly(path: Path) -> Iterator[None]:
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A path of its own in `folder` to write to; whatever is left there is removed."""
+    with speaking_plainly(folder):  # a copied directory has lost its empty folders
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
     try:
         yield path
@@ -97,6 +99,8 @@ def publish_bytes(data: bytes, final: Path, *, tmp: Path, reach: Reach = unhinde
     False where the same bytes stood there already. Other bytes under the name, which can only be
     damage where names come from content, are replaced with a warning.
     """
+    with speaking_plainly(final.parent):
+        final.parent.mkdir(exist_ok=True)
     with staged(tmp) as path:
         write_durably(path, data)
         reach("file.written")

@@ -56,7 +56,6 @@ def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
         for rows in _kept_rows(job, part, codes):
             publish_rows(job, rows, totals=_totals(rows), actor="retry")
         job.reach("retry.kept")
-        job.retry.mkdir(exist_ok=True)
         marker = json.dumps({"revision": part.revision + 1}).encode()
         publish_bytes(marker, job.retry / part.name, tmp=job.tmp)
         job.reach("retry.marked")
