@@ -47,8 +47,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         }
         print(json.dumps(document))
         return 0
-    out = plan.spec.output.path or f"out/{plan.spec.name}"
-    show_plan(screen, plan, Path(out))
+    show_plan(screen, plan, plan.spec.directory)
     for row in rows[1:NUM_SHOWN]:
         if row.request is not None:
             screen.line(f"next prompt, {len(row.request.prompt_ids)} tokens:", style="bold")
