@@ -240,7 +240,8 @@ def make_drafter(
     if cell.method == "blockspec":
         return ConfidenceTreeDrafter(sharpness=fitted_to.sharpness)
     if kind != cell.method and kind in get_args(OracleKind):
-        return OracleDrafter(kind, future_of(samples))  # type: ignore[arg-type]
+        sharpness = fitted_to.sharpness if kind == "token" else 1.0
+        return OracleDrafter(kind, future_of(samples), sharpness=sharpness)  # type: ignore[arg-type]
     if cell.method == "ssd":
         return ChainDrafter()
     if cell.method == "ranking":

@@ -16,6 +16,7 @@ from spot_batch.bench.nfe import as_trajectories, future_of
 from spot_batch.bench.replay import RecordedSample, replay
 from spot_batch.drafters.oracles import OracleDrafter, OracleKind
 from spot_batch.targets.registry import ModelInfo
+from spot_batch.training.graphs import fit_sharpness
 from spot_batch.training.queries import make_examples
 
 MAX_BLOCKS = 8
@@ -81,14 +82,17 @@ def order_by_block(samples: Sequence[RecordedSample], info: ModelInfo) -> list[O
     ]
 
 
-def worth_of_knowing(samples: Sequence[RecordedSample], budgets: Sequence[int]) -> list[OracleRow]:
+def worth_of_knowing(
+    samples: Sequence[RecordedSample], info: ModelInfo, budgets: Sequence[int]
+) -> list[OracleRow]:
     """What each oracle saves at each budget."""
+    sharpness = fit_sharpness(as_trajectories(samples, info))
     future, base = future_of(samples), sum(sample.num_commits for sample in samples)
     rows = []
     kinds: tuple[OracleKind, ...] = ("position", "token", "full")
     for budget in budgets:
         for kind in kinds:
-            found = replay(samples, OracleDrafter(kind, future), budget=budget)
+            found = replay(samples, OracleDrafter(kind, future, sharpness=sharpness), budget=budget)
             ratio = base / sum(one.num_forwards for one in found)
             rows.append(OracleRow(knows=kind, budget=budget, nfe_ratio=ratio))
     return rows

@@ -459,7 +459,7 @@ def commit_order(
     info = resolve_model(model)
     params = params_of(info, temperature=temperature, length=max_new_tokens, fixed=False)
     samples = record(load_target(info), make_requests(info, questions, params))
-    rows, oracles = order_by_block(samples, info), worth_of_knowing(samples, sizes)
+    rows, oracles = order_by_block(samples, info), worth_of_knowing(samples, info, sizes)
     typer.echo("| block | commits | stale argmax is committed | most confident position is next |")
     typer.echo("|---|---|---|---|")
     for row in rows:

@@ -25,11 +25,12 @@ OracleKind = Literal["position", "token", "full"]
 
 class OracleDrafter:
     """`position` knows which position is next, and guesses the stale token there; `token` knows the
-    token of every position, and guesses the order by stale confidence; `full` knows both, so that
-    all that it drafts is accepted."""
+    token of every position, and guesses the order by stale confidence to the power of `sharpness`;
+    `full` knows both, so that all that it drafts is accepted."""
 
-    def __init__(self, kind: OracleKind, future: Future) -> None:
+    def __init__(self, kind: OracleKind, future: Future, *, sharpness: float = 1.0) -> None:
         self._kind = kind
+        self._sharpness = sharpness
         self._future = future
         self.name = f"{kind}-oracle"
 
@@ -39,7 +40,7 @@ class OracleDrafter:
         order, tokens = self._known(queries)
         masked = queries.status == MASKED
         if self._kind == "token":
-            weight = confidence_shares(found, queries.status, 1.0)
+            weight = confidence_shares(found, queries.status, self._sharpness)
         else:
             weight = torch.nn.functional.one_hot(order.clamp_min(0), masked.shape[1]).float()
             weight = weight.masked_fill(~masked | (order < 0)[:, None], 0.0)
