@@ -7,15 +7,16 @@ own thread decodes, so that leases overlap in one batch.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -23,9 +24,10 @@ from transformers import PreTrainedTokenizerFast
 from spot_batch.decoding import Engine, EngineSettings, LatencyTable, measure_latency
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
-from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, SamplePreparer
+from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, RowReader, SamplePreparer
 from spot_batch.job import JobSpec
 from spot_batch.records import (
+    Begun,
     Completion,
     Lease,
     LoadProgress,
@@ -35,9 +37,12 @@ from spot_batch.records import (
     Progress,
     Purpose,
     Receipt,
+    Request,
     unreported,
 )
 from spot_batch.store import JobDirectory, publish_segment
+from spot_batch.store.checkpoints import Checkpoints
+from spot_batch.store.files import Reach, unhindered
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
@@ -74,58 +79,74 @@ class _Sample:
     prepared: PreparedSample
 
 
+class Decoder(Protocol):
+    """What an actor asks of an engine."""
+
+    @property
+    def num_active(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def begun(self) -> dict[int, Begun]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What an actor works with. `text` makes the generation column of token ids; stop strings are
+    looked for in the same."""
+
+    engine: Decoder
+    preparer: SamplePreparer
+    text: Callable[[Sequence[int]], str]
+    drafter: str
+
+
+Load = Callable[[JobDirectory, torch.device], Loaded]
+
+
 class Actor:
-    """One engine thread over the target and drafter of a job. Call `stop` at the end."""
+    """One engine thread over the target and drafter of a job. Call `stop` at the end.
+
+    `load` and `reach` are for tests: another engine, and a call at each step of publication.
+    """
 
     def __init__(
-        self, out: Path, index: int, *, device: str = "auto", report: LoadReport = unreported
+        self,
+        out: Path,
+        index: int,
+        *,
+        device: str = "auto",
+        report: LoadReport = unreported,
+        load: Load | None = None,
+        reach: Reach = unhindered,
     ) -> None:
-        # The model code of transformers takes seconds to import, and only actors need it.
-        from spot_batch.targets.block import load_target
-        from spot_batch.targets.numerics import measure_numerics
-
         started_s = time.monotonic()
-        self._job = JobDirectory.open(out)
+        self._job = JobDirectory.open(out, reach=reach)
         self._name = f"actor-{index}"
         spec = self._job.spec
         torch.set_num_threads(spec.resources.num_threads)
         where = torch.device(_device(device))
-        info = model_info(spec, report=report)
-        drafter = choose_drafter(wanted_drafter(spec), info)
-        self._tokenizer = tokenizer = load_tokenizer(info.path)
-        canonical = spec.speculation.numerics == "canonical"
-        target = load_target(
-            info,
-            dtype=spec.model.target.dtype,
-            device=where,
-            canonical=canonical,
-            report=report,
+        loaded = load(self._job, where) if load else load_engine(self._job, where, report)
+        self._text = loaded.text
+        self._engine = loaded.engine
+        self._preparer = loaded.preparer
+        self._max_sequences = engine_settings(spec, where).max_sequences
+        # A trajectory is recorded from its beginning or not at all.
+        self._checkpoint_s = (
+            math.inf if "trajectory" in spec.output.include else spec.scheduling.checkpoint_seconds
         )
-        if canonical:
-            report(LoadProgress("measuring"))
-            numerics = measure_numerics(target)
-            numerics.require(self._job.claim_numerics(asdict(numerics)))
-        proposer = load_drafter(drafter, block_length=info.block_length, device=where)
-        settings = engine_settings(spec, where)
-        latency = None
-        if settings.budget == "auto" and proposer is not None:
-            latency = self._latency(target, proposer, info, settings)
-        self._engine = Engine(
-            target,
-            proposer,
-            settings,
-            latency=latency,
-            decode=self._text,
-            record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
-        )
-        self._preparer = sample_preparer(spec, self._job.pinned, info, tokenizer)
-        self._max_sequences = settings.max_sequences
+        self._checkpoints = Checkpoints(self._job)
         self._publish_s = spec.scheduling.publish_seconds
         self._queue: deque[tuple[Purpose, int]] = deque()
         self._samples: dict[int, _Sample] = {}
         self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
         self._receipts: list[Receipt] = []
-        self._last_publish_s = time.monotonic()
+        self._last_publish_s = self._last_checkpoint_s = time.monotonic()
         self._has_published = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -135,7 +156,7 @@ class Actor:
             pid=os.getpid(),
             device=str(where),
             max_sequences=self._max_sequences,
-            drafter=drafter.name,
+            drafter=loaded.drafter,
             load_s=time.monotonic() - started_s,
         )
         self._started_s = time.monotonic()
@@ -178,32 +199,6 @@ class Actor:
         self._thread.join()
         return self.collect(0.0)
 
-    def _latency(
-        self, target: BlockTarget, drafter: Drafter, info: ModelInfo, settings: EngineSettings
-    ) -> LatencyTable:
-        """The device's latency table: the job's, if it has one of this kind of device."""
-        device = target.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        of_what = {
-            "weights": info.weight_hash,
-            "canonical": target.tiles.sizes is not None,
-            "dtype": str(target.dtype),
-            "drafter": drafter.name,
-            "device": f"{device.type} {name}",
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "max_sequences": settings.max_sequences,
-        }
-        stored = self._job.latency(of_what)
-        if stored is not None:
-            return LatencyTable.from_json(stored, f"{self._job.latency_path(of_what)}")
-        table = measure_latency(
-            target, drafter, max_slots=min(settings.max_slots, 4 * settings.max_sequences)
-        )
-        logger.info("%s: latency measured up to %d slots", self._name, table.slots[-1])
-        return LatencyTable.from_json(self._job.keep_latency(of_what, table.to_json()))
-
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -214,8 +209,10 @@ class Actor:
                 for completion in self._engine.step() if self._engine.has_work else ():
                     self._finish(completion)
                 self._publish_if_due()
+                self._checkpoint_if_due()
                 self._wait_for_work()
             self._publish()
+            self._checkpoint()
         except BaseException as error:  # handed to whoever calls collect
             logger.exception("%s: the engine stopped", self._name)
             with self._changed:
@@ -233,13 +230,16 @@ class Actor:
             ids = [sample_id for kind, sample_id in taken if kind == purpose]
             if not ids:
                 continue
+            begun = self._checkpoints.find(ids) if purpose == "data" else {}
             for prepared in self._preparer.prepare(ids, draft_free=purpose == "audit"):
                 if prepared.request is None:
                     assert prepared.error is not None
                     self._finished[purpose].append(prepared.outcome(prepared.error))
                     continue
                 self._samples[prepared.sample_id] = _Sample(purpose, prepared)
-                self._engine.add(prepared.request)
+                at = begun.get(prepared.sample_id)
+                self._engine.add(replace(prepared.request, begun=at))
+        self._job.reach("actor.admitted")
 
     def _take(self, room: int) -> list[tuple[Purpose, int]]:
         """Up to `room` queued samples; one that is in flight for the other purpose waits for it."""
@@ -254,18 +254,11 @@ class Actor:
             self._queue.extendleft(reversed(held))
         return taken
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """What the generation column holds; stop strings are looked for in the same."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
     def _finish(self, completion: Completion) -> None:
         sample = self._samples.pop(completion.sample_id)
         text = completion.text if completion.text is not None else self._text(completion.token_ids)
         self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
+        self._job.reach("actor.finished")
 
     def _publish_if_due(self) -> None:
         idle = not self._samples and not self._queue
@@ -288,12 +281,97 @@ class Actor:
             with self._changed:
                 self._receipts += receipts
                 self._changed.notify_all()
+            self._job.reach("actor.published")
+
+    def _checkpoint_if_due(self) -> None:
+        if time.monotonic() - self._last_checkpoint_s >= self._checkpoint_s:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Whole blocks of what is in flight, for whoever goes on with it."""
+        if self._checkpoint_s < math.inf:
+            self._checkpoints.write(self._engine.begun())
+        self._last_checkpoint_s = time.monotonic()
 
     def _wait_for_work(self) -> None:
         if self._engine.has_work:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+
+
+def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = unreported) -> Loaded:
+    """The job's target and drafter on a device; refuses hardware that gives other bits."""
+    # The model code of transformers takes seconds to import, and only actors need it.
+    from spot_batch.targets.block import load_target
+    from spot_batch.targets.numerics import measure_numerics
+
+    spec = job.spec
+    info = model_info(spec, report=report)
+    drafter = choose_drafter(wanted_drafter(spec), info)
+    tokenizer = load_tokenizer(info.path)
+    canonical = spec.speculation.numerics == "canonical"
+    target = load_target(
+        info, dtype=spec.model.target.dtype, device=device, canonical=canonical, report=report
+    )
+    if canonical:
+        report(LoadProgress("measuring"))
+        numerics = measure_numerics(target)
+        numerics.require(job.claim_numerics(asdict(numerics)))
+    proposer = load_drafter(drafter, block_length=info.block_length, device=device)
+    settings = engine_settings(spec, device)
+    latency = None
+    if settings.budget == "auto" and proposer is not None:
+        latency = _latency(job, target, proposer, info, settings)
+
+    def text(token_ids: Sequence[int]) -> str:
+        decoded = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(decoded, str)
+        return decoded
+
+    engine = Engine(
+        target,
+        proposer,
+        settings,
+        latency=latency,
+        decode=text,
+        record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
+    )
+    preparer = sample_preparer(spec, job.pinned, info, tokenizer)
+    return Loaded(engine=engine, preparer=preparer, text=text, drafter=drafter.name)
+
+
+def _latency(
+    job: JobDirectory,
+    target: BlockTarget,
+    drafter: Drafter,
+    info: ModelInfo,
+    settings: EngineSettings,
+) -> LatencyTable:
+    """The device's latency table: the job's, if it has one of this kind of device."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    of_what = {
+        "weights": info.weight_hash,
+        "canonical": target.tiles.sizes is not None,
+        "dtype": str(target.dtype),
+        "drafter": drafter.name,
+        "device": f"{device.type} {name}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "max_sequences": settings.max_sequences,
+    }
+    stored = job.latency(of_what)
+    if stored is not None:
+        return LatencyTable.from_json(stored, f"{job.latency_path(of_what)}")
+    table = measure_latency(
+        target, drafter, max_slots=min(settings.max_slots, 4 * settings.max_sequences)
+    )
+    logger.info("latency measured up to %d slots", table.slots[-1])
+    return LatencyTable.from_json(job.keep_latency(of_what, table.to_json()))
 
 
 def model_info(spec: JobSpec, *, report: LoadReport = unreported) -> ModelInfo:
@@ -326,9 +404,14 @@ def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:
 
 
 def sample_preparer(
-    spec: JobSpec, pinned: PinnedInput, info: ModelInfo, tokenizer: PreTrainedTokenizerFast
+    spec: JobSpec,
+    pinned: PinnedInput,
+    info: ModelInfo,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    reader: RowReader | None = None,
 ) -> SamplePreparer:
-    """What turns a job's sample ids into requests."""
+    """What turns a job's sample ids into requests; rows are the pinned input's unless given."""
     renderer = PromptRenderer(
         spec,
         pinned,
@@ -340,7 +423,7 @@ def sample_preparer(
     return SamplePreparer(
         spec,
         pinned,
-        InputReader(pinned),
+        reader if reader is not None else InputReader(pinned),
         renderer,
         stop_ids=info.stop_ids,
         confidence=info.family.confidence,

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 from pydantic import (
@@ -31,10 +31,11 @@ from pydantic import (
 NUMERICS_VERSION = 1  # raised whenever canonical numerics would give other bits
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over it mean nothing
 LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
+ONE_FILE = (".jsonl", ".parquet")  # endings of an output that is one file
 MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
 
-Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf"]
-PerRow = Literal["temperature", "seed", "max_new_tokens"]
+Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf", "openai-batch"]
+PerRow = Literal["temperature", "top_p", "seed", "max_new_tokens", "stop"]
 OptionalColumn = Literal["token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"]
 
 
@@ -100,6 +101,7 @@ class InputSpec(Section):
     keep: Literal["all"] | tuple[str, ...] = "all"
     limit: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] | None = None
     overlong: Literal["error", "truncate_left", "skip"] = "error"
+    malformed: Literal["error", "refuse"] = "error"
 
     @field_validator("keep", mode="before")
     @classmethod
@@ -228,9 +230,15 @@ class OutputSpec(Section):
     def _a_directory(cls, value: str | None) -> str | None:
         if value is not None and ("://" in value or not value):
             raise ValueError(f"must be a folder on a file system, got {value!r}")
-        if value is not None and value.endswith((".jsonl", ".parquet", ".arrow")):
-            raise ValueError(f"must be a folder: a single file is not written yet, got {value!r}")
+        if value is not None and value.endswith((".arrow", ".csv", ".json")):
+            raise ValueError(f"must be a folder, or one .jsonl or .parquet file, got {value!r}")
         return value
+
+    @property
+    def file(self) -> Path | None:
+        """The one file that is published at the end, where `path` names one."""
+        is_file = self.path is not None and self.path.endswith(ONE_FILE)
+        return Path(self.path) if is_file and self.path is not None else None
 
     @field_validator("prefix", mode="after")
     @classmethod
@@ -255,6 +263,7 @@ class SchedulingSpec(Section):
     order: Literal["input"] = "input"
     lease_seconds: Seconds = 30.0
     publish_seconds: Seconds = 10.0
+    checkpoint_seconds: Seconds = 60.0
 
 
 class FailureSpec(Section):
@@ -295,11 +304,31 @@ class JobSpec(Section):
             )
         return _spelled_out(value)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_requests(cls, value: object) -> object:
+        """Rows that are OpenAI requests name their own columns, whatever else the spec says."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("input"), Mapping):
+            return value
+        if value["input"].get("format") != "openai-batch":
+            return value
+        columns = {"messages": "messages", "prompt": None, "custom_id": "custom_id"}
+        generation = {**(value.get("generation") or {}), "per_row": get_args(PerRow)}
+        return {**value, "input": {**value["input"], **columns}, "generation": generation}
+
     @model_validator(mode="after")
     def _trajectories_of_single(self) -> JobSpec:
         if "trajectory" in self.output.include and self.generation.unmasking != "single":
             raise ValueError("output.include: trajectory wants generation.unmasking single")
         return self
+
+    @property
+    def directory(self) -> Path:
+        """The job directory: `output.path`, or beside the one file that it names."""
+        file = self.output.file
+        if file is not None:
+            return file.with_name(file.name + ".job")
+        return Path("out") / self.name if self.output.path is None else Path(self.output.path)
 
     def rows_per_part(self, num_samples: int) -> int:
         """Samples to a part: from the spec and the pinned input alone, so that parts never move."""
@@ -508,7 +537,6 @@ _NOT_YET = frozenset(
         "resources.usd_per_gpu_hour",
         "resources.one_device_kind",
         "resources.runtime_env",
-        "scheduling.checkpoint_seconds",
         "failure.no_progress_seconds",
         "equivalence.max_overhead",
         "equivalence.alpha",

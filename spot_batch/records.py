@@ -64,17 +64,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One sample for the engine. `noise_key` is 64 bits; `draft_free` asks for no drafts."""
-
-    sample_id: int
-    prompt_ids: tuple[int, ...]
-    noise_key: int
-    params: SamplingParams
-    draft_free: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleStats:
     """What depends on scheduling, and therefore never enters data/.
 
@@ -86,6 +75,31 @@ class SampleStats:
     num_clean_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """The whole blocks of a sample that is not finished: every token behind its prompt up to the
+    end of a block, the forward that fixed each, and how many forwards of draft-free decoding that
+    took."""
+
+    token_ids: tuple[int, ...]
+    commit_step: tuple[int, ...]
+    num_steps: int
+    stats: SampleStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sample for the engine. `noise_key` is 64 bits; `draft_free` asks for no drafts; `begun`
+    is what was decoded of it before, to go on from."""
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    noise_key: int
+    params: SamplingParams
+    draft_free: bool = False
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +199,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """One pinned file. `digest` says what it holds; size and mtime_ns say whether to look again."""
+    """One pinned file. `digest` says what it holds; size and mtime_ns say whether to look again.
+
+    `origin` is the URL or the compressed file that `path` was kept from, "" for none;
+    `origin_mark` says whether to look at it again.
+    """
 
     path: str
     format: str
@@ -194,6 +212,8 @@ class InputFile:
     digest: str
     first_row: int
     num_rows: int
+    origin: str = ""
+    origin_mark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

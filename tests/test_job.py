@@ -102,7 +102,7 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
             "generation.top_p: must be greater than or equal to 0.000001, got 0",
         ),
         ("generation__max_new_tokens", 40_000, "generation.max_new_tokens: must be less than"),
-        ("generation__per_row", ["top_p"], "generation.per_row[0]: must be 'temperature', 'seed'"),
+        ("generation__per_row", ["top_k"], "generation.per_row[0]: must be 'temperature', 'top_p'"),
         ("generation__stop", [""], "generation.stop: an empty stop text"),
         ("generation__seed", -1, "generation.seed: must be greater than or equal to 0"),
         ("speculation__budget", "some", "speculation.budget: must be auto or a whole number"),
@@ -113,7 +113,7 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
         ("input__keep", 3, "input.keep: must be all or a list of column names, got 3"),
         ("input__source", [], "input: source must name at least one file"),
         ("input__source", "https://me:secret@host/x", "input.source: must not hold a credential"),
-        ("output__path", "x.jsonl", "output.path: must be a folder: a single file"),
+        ("output__path", "x.arrow", "output.path: must be a folder, or one .jsonl"),
         ("output__path", "s3://bucket/x", "output.path: must be a folder on a file system"),
         ("output__prefix", "__spot_x", "output.prefix: names that start with __spot_"),
         ("name", "a/b", "name: String should match pattern"),
@@ -283,6 +283,13 @@ def test_open_sampling_fields_are_taken_from_the_checkpoint_then_from_the_rule()
     given = with_model_defaults(spec(generation__temperature=0), temperature=0.7).generation
     assert given.temperature == 0.0
     assert with_model_defaults(spec()).generation.temperature == 1.0
+
+
+def test_an_open_threshold_is_taken_from_the_family_and_a_given_one_is_kept() -> None:
+    assert spec().generation.threshold is None
+    assert with_model_defaults(spec(), threshold=0.95).generation.threshold == 0.95
+    given = with_model_defaults(spec(generation__threshold=0.7), threshold=0.95).generation
+    assert given.threshold == 0.7
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ Input = Annotated[
     list[str] | None,
     typer.Option("-i", "--input", help="File, folder, pattern or hub dataset; may be repeated."),
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="The job directory.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="The job directory, or one .jsonl or .parquet file."),
+]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled.")]
 DrafterOption = Annotated[
     str | None, typer.Option(help="auto, none, ranking, or a drafter's path.")
@@ -212,6 +215,19 @@ def resume(
 
 @app.command()
 @speaking_plainly
+def retry(
+    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    code: Annotated[str, typer.Option(help="Only these error codes, by comma.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Make the error rows of a complete job again."""
+    from spot_batch.cli import running
+
+    return running.retry(out, [each for each in code.split(",") if each], as_json=as_json)
+
+
+@app.command()
+@speaking_plainly
 def status(
     out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
 ) -> int:
@@ -305,8 +321,7 @@ def compose(
         specs.find(spec) if spec is not None else None,
         _overrides(inputs=inputs, sets=sets, values=values),
     )
-    out = Path(loaded.output.path) if loaded.output.path is not None else Path("out") / loaded.name
-    return loaded, out
+    return loaded, loaded.directory
 
 
 def numbers(text: str, kind: type[Number], name: str) -> list[Number]:

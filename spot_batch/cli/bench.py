@@ -347,3 +347,22 @@ def _show_latency(table: LatencyTable) -> None:
     ):
         cells = "  ".join(f"{n}: {1e3 * s:.2f}" for n, s in zip(sizes, taken, strict=True))
         typer.echo(f"{what} of so many states, ms: {cells or 'no drafter'}")
+
+
+@bench.command("store")
+@speaking_plainly
+def store(
+    folder: Annotated[Path, typer.Argument(help="An empty folder for the job; left there.")],
+    samples: Annotated[int, typer.Option(help="How many samples.")] = 1_000_000,
+    lease: Annotated[int, typer.Option(help="Samples to a segment.")] = 1_000,
+) -> int:
+    """Measure leasing, publication, compaction and recovery with an engine that answers at once."""
+    from spot_batch.bench.store import bench_store
+
+    figures = bench_store(folder, num_samples=samples, lease_rows=lease)
+    typer.echo(
+        f"{figures.num_samples:,} samples: {figures.rows_per_s:,.0f} rows/s published and "
+        f"compacted, recovery of the half-done job {figures.recovery_s:.2f} s, memory grew by "
+        f"{figures.growth_mib:.0f} MiB, the end took {figures.finish_s:.1f} s"
+    )
+    return 0

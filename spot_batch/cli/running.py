@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +25,14 @@ from spot_batch.records import Heartbeat
 from spot_batch.store import (
     DriverAlive,
     JobDirectory,
+    OutputError,
     SpecConflict,
     acquire_driver_lease,
+    begin_retry,
     read_driver,
     read_heartbeat,
 )
+from spot_batch.store.export import ExportSpec, export, format_of
 from spot_batch.store.lease import is_alive
 
 FOLLOW_S = 0.5
@@ -46,6 +49,9 @@ def submit(
     """Run a job in this process, resume it, or follow the process that runs it already."""
     screen = Screen(to_stderr=as_json)
     directory = JobDirectory(out)
+    file = spec.output.file
+    if file is not None and file.exists() and not directory.exists:
+        raise OutputError(f"{file}: is there already; give another output")
     if not dry_run:
         directory.check_usable()
     plan = plan_job(spec, out, report=LoadLines(screen))
@@ -74,6 +80,19 @@ def resume(out: Path, *, as_json: bool = False) -> int:
     plan = plan_of(job, report=LoadLines(screen))
     show_plan(screen, plan, out)
     return _run_or_follow(screen, job, plan, lambda: job, as_json=as_json)
+
+
+def retry(out: Path, codes: Sequence[str], *, as_json: bool = False) -> int:
+    """Make the error rows of a complete job again; its parts are republished whole."""
+    screen = Screen(to_stderr=as_json)
+    job = JobDirectory.open(out)
+    plan = plan_of(job)
+
+    def begin() -> JobDirectory:
+        screen.line(f"{begin_retry(job, codes):,} error rows are made again")
+        return job
+
+    return _run_or_follow(screen, job, plan, begin, as_json=as_json)
 
 
 def _run_or_follow(
@@ -147,6 +166,7 @@ def _say_end(
 ) -> int:
     if result.summary is not None:
         show_results(screen, job, result.summary, heartbeat)
+        _publish_file(screen, job)
     style = "" if result.exit_code == Exit.COMPLETE else "bold yellow"
     screen.line(result.message, style=style)
     if result.exit_code == Exit.RESUMABLE:
@@ -154,6 +174,16 @@ def _say_end(
     if as_json:
         _print_json(job, result.exit_code, result.message, heartbeat)
     return result.exit_code
+
+
+def _publish_file(screen: Screen, job: JobDirectory) -> None:
+    """The one file that `output.path` may name; of requests it holds their responses."""
+    file = job.spec.output.file
+    if file is None or not job.is_complete:
+        return
+    kind = "openai-batch" if job.spec.input.format == "openai-batch" else format_of(file)
+    num_rows = export(job, file, ExportSpec(format=kind))
+    screen.line(f"{file}: {num_rows:,} rows")
 
 
 def _say_followed(

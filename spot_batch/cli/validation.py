@@ -21,9 +21,12 @@ NUM_MEASURED = 1_000
 
 def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     """Resolve, pin, render; raises ValueError with what is wrong."""
+    from spot_batch.targets.block import check_network
+
     screen = Screen(to_stderr=as_json)
     with tempfile.TemporaryDirectory() as scratch:
         plan = plan_job(spec, Path(scratch), report=LoadLines(screen))
+        check_network(plan.info)
         schema = completion_schema(pa.ipc.read_schema(pa.py_buffer(plan.pinned.schema)), plan.spec)
         samples = plan.first(NUM_MEASURED * plan.spec.generation.n)
     rows = samples[:: plan.spec.generation.n]
@@ -44,8 +47,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         }
         print(json.dumps(document))
         return 0
-    out = plan.spec.output.path or f"out/{plan.spec.name}"
-    show_plan(screen, plan, Path(out))
+    show_plan(screen, plan, plan.spec.directory)
     for row in rows[1:NUM_SHOWN]:
         if row.request is not None:
             screen.line(f"next prompt, {len(row.request.prompt_ids)} tokens:", style="bold")

@@ -26,7 +26,7 @@ from spot_batch.decoding.transition import Choice, Rule, States, transition
 from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore, top_log_probs
-from spot_batch.records import Completion, Request, SampleStats
+from spot_batch.records import Begun, Completion, Request, SampleStats
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
 logger = logging.getLogger(__name__)
@@ -95,11 +95,13 @@ class _Sample:
 
     @classmethod
     def of(cls, request: Request, *, row: int, width: int) -> _Sample:
-        prompt = list(request.prompt_ids)
+        begun = request.begun
+        prompt = [*request.prompt_ids, *(begun.token_ids if begun is not None else ())]
+        assert begun is None or len(prompt) % width == 0, "what was begun ends with a block"
         start = len(prompt) // width * width
         remainder = prompt[start:]
         num_open = width - len(remainder)
-        return cls(
+        sample = cls(
             request=request,
             row=row,
             width=width,
@@ -109,6 +111,42 @@ class _Sample:
             tokens=remainder + [-1] * num_open,
             masked=[False] * len(remainder) + [True] * num_open,
             steps=[],
+        )
+        if begun is not None:
+            sample._go_on_from(begun)
+        return sample
+
+    def _go_on_from(self, begun: Begun) -> None:
+        self._reserve()
+        self.written[: len(begun.token_ids)] = begun.token_ids
+        self.steps[: len(begun.commit_step)] = begun.commit_step
+        self.step = begun.num_steps
+        self.num_forwards = begun.stats.num_forwards
+        self.num_clean_passes = begun.stats.num_clean_passes
+        self.num_drafted = begun.stats.num_drafted
+        self.num_accepted = begun.stats.num_accepted
+
+    def begun(self) -> Begun | None:
+        """Its whole blocks, where there are any behind the prompt's."""
+        length = self.start - len(self.request.prompt_ids)
+        if length <= 0:
+            return None
+        # Counts are those of now, a little more than of the blocks alone: they decide nothing.
+        at_start = max(self.steps[:length]) + 1
+        return Begun(
+            token_ids=tuple(self.written[:length]),
+            commit_step=tuple(self.steps[:length]),
+            num_steps=at_start,
+            stats=self.stats,
+        )
+
+    @property
+    def stats(self) -> SampleStats:
+        return SampleStats(
+            num_forwards=self.num_forwards,
+            num_clean_passes=self.num_clean_passes,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )
 
     @property
@@ -164,12 +202,7 @@ class _Sample:
             trajectory=None if self.recorder is None else self.recorder.trajectory(self.request),
             num_prompt_tokens=len(self.request.prompt_ids),
             num_draft_free_forwards=self.step,
-            stats=SampleStats(
-                num_forwards=self.num_forwards,
-                num_clean_passes=self.num_clean_passes,
-                num_drafted=self.num_drafted,
-                num_accepted=self.num_accepted,
-            ),
+            stats=self.stats,
         )
 
 
@@ -339,6 +372,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._samples or self._waiting)
+
+    def begun(self) -> dict[int, Begun]:
+        """Whole blocks of the samples in flight, by sample id; call it between steps."""
+        samples = [sample for sample in self._samples if not sample.request.draft_free]
+        found = {sample.request.sample_id: sample.begun() for sample in samples}
+        return {number: begun for number, begun in found.items() if begun is not None}
 
     def add(self, request: Request) -> None:
         """Queue a sample; it joins between rounds when there is room."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_batch.actor import model_info, sample_preparer, wanted_drafter
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
-from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input
+from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input, recognised
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
 from spot_batch.records import LoadReport, PinnedInput, RunFacts, unreported
 from spot_batch.store import JobDirectory, SpecConflict
@@ -59,6 +59,8 @@ def plan_job(spec: JobSpec, out: Path, *, report: LoadReport = unreported) -> Jo
     """
     given, spec = spec, _as_begun(spec, out)
     info = model_info(spec, report=report)
+    hub_dir = JobDirectory(out).hub_input
+    spec = recognised(spec, hub_dir=hub_dir)
     left_open = tuple(name for name in _SAMPLING if getattr(spec.generation, name) is None)
     threshold_of = _threshold_of(given, begun=spec, info=info)
     spec = _pinned_down(
@@ -71,14 +73,17 @@ def plan_job(spec: JobSpec, out: Path, *, report: LoadReport = unreported) -> Jo
         ),
         info,
     )
-    pinned = pin_input(spec, hub_dir=JobDirectory(out).hub_input)
+    pinned = pin_input(spec, hub_dir=hub_dir)
     plan = _planned(spec, info, pinned)
     return replace(plan, from_checkpoint=left_open, threshold_of=threshold_of)
 
 
-def plan_of(job: JobDirectory, *, report: LoadReport = unreported) -> JobPlan:
+def plan_of(
+    job: JobDirectory, *, report: LoadReport = unreported, check_input: bool = True
+) -> JobPlan:
     """The plan of a job that was submitted before; its input must be what it was."""
-    check_unchanged(job.pinned)
+    if check_input:
+        check_unchanged(job.pinned)
     plan = _planned(job.spec, model_info(job.spec, report=report), job.pinned)
     if plan.fingerprint != job.fingerprint:
         # The one way to get here: the target's files are not what they were.
@@ -147,4 +152,6 @@ def _pinned_down(spec: JobSpec, info: ModelInfo) -> JobSpec:
         target["revision"] = info.commit
     if drafter["path"] is not None:
         drafter["path"] = str(Path(drafter["path"]).expanduser().absolute())
+    if spec.output.file is not None:
+        tree["output"]["path"] = str(spec.output.file.expanduser().absolute())
     return check_spec(tree)

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from spot_batch.actor import ActorInfo, model_info, sample_preparer
 from spot_batch.driver.compaction import Compactor
@@ -33,16 +33,19 @@ from spot_batch.driver.progress import (
 from spot_batch.inputs import audit_sample_ids
 from spot_batch.job import JobSpec
 from spot_batch.records import (
+    ActorLoading,
     Heartbeat,
     Lease,
     LoadProgress,
     Outcome,
+    Progress,
     Receipt,
     RowError,
     RunFacts,
 )
 from spot_batch.store import (
     DriverLease,
+    IntervalSet,
     JobDirectory,
     StorageFull,
     Summary,
@@ -94,8 +97,77 @@ class StopRequest:
         return bool(self.reason)
 
 
+class Crew(Protocol):
+    """The actors of a run, wherever they are; `Fleet` says what each call does."""
+
+    num_wanted: int
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    @property
+    def loading(self) -> tuple[ActorLoading, ...]: ...
+
+    def go_on_loading(self, member: Member) -> None: ...
+
+    def start_missing(self) -> None: ...
+
+    def exchange(self, member: Member, leases: Sequence[Lease]) -> None: ...
+
+    def wait(self, timeout_s: float) -> Iterator[tuple[Member, Answer]]: ...
+
+    def remove(self, member: Member) -> None: ...
+
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]: ...
+
+
+class Compaction(Protocol):
+    """Writes parts while the job runs; `Compactor` says what each call does."""
+
+    def advance(self, durable: IntervalSet) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Workplace(Protocol):
+    """Where a run's actors and its compaction are started."""
+
+    def crew(self, job: JobDirectory, *, num_pending: int) -> Crew: ...
+
+    def compaction(self, job: JobDirectory, *, done: set[int]) -> Compaction: ...
+
+
+class OnRay:
+    """A workplace on a Ray that runs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def crew(self, job: JobDirectory, *, num_pending: int) -> Crew:
+        wanted = num_actors(job.spec, self._machine, num_pending)
+        return Fleet(job, self._machine, num_wanted=wanted)
+
+    def compaction(self, job: JobDirectory, *, done: set[int]) -> Compaction:
+        return Compactor(job, done=done)
+
+
+@contextmanager
+def on_embedded_ray(job: JobDirectory) -> Iterator[Workplace]:
+    """A Ray of the job's own on this machine, for as long as it is needed."""
+    with embedded_ray(cpu_threads=job.spec.resources.num_threads) as machine:
+        yield OnRay(machine)
+
+
 def run_job(
-    job: JobDirectory, facts: RunFacts, ui: ProgressSink, *, lease: DriverLease
+    job: JobDirectory,
+    facts: RunFacts,
+    ui: ProgressSink,
+    *,
+    lease: DriverLease,
+    workplace: Callable[[JobDirectory], AbstractContextManager[Workplace]] = on_embedded_ray,
 ) -> JobResult:
     """Bring a job to its end, or to a stop that the same command resumes.
 
@@ -112,11 +184,8 @@ def run_job(
         with stop_on_signals(stop):
             if run.has_work:
                 # Ray puts a handler of its own on SIGTERM: ours goes back on top.
-                with (
-                    embedded_ray(cpu_threads=job.spec.resources.num_threads) as found,
-                    stop_on_signals(stop),
-                ):
-                    run.keep_actors_busy(found)
+                with workplace(job) as place, stop_on_signals(stop):
+                    run.keep_actors_busy(place)
             return run.end()
     except StorageFull as error:
         return run.ended("stopped", Exit.RESUMABLE, no_space(error))
@@ -187,8 +256,8 @@ class _Run:
         )
         self._meter = Meter(published.totals)
         self._num_before = len(published.data)
-        self._compactor = Compactor(job, done={part.index for part in published.parts})
-        self._fleet: Fleet | None = None
+        self._done_parts = {part.index for part in published.parts}
+        self._fleet: Crew | None = None
         self._began_s = time.monotonic()
         self._next_heartbeat_s = self._next_beat_s = 0.0
         self._deaths_s: deque[float] = deque()
@@ -200,27 +269,25 @@ class _Run:
     def has_work(self) -> bool:
         return not self._pool.done
 
-    def keep_actors_busy(self, machine: Machine) -> None:
+    def keep_actors_busy(self, place: Workplace) -> None:
         """Lend, collect, compact, until all is published or somebody or something says stop."""
-        self._fleet = fleet = Fleet(
-            self._job,
-            machine,
-            num_wanted=num_actors(self._job.spec, machine, self._pool.num_unlent),
-        )
+        self._fleet = fleet = place.crew(self._job, num_pending=self._pool.num_unlent)
+        compaction = place.compaction(self._job, done=self._done_parts)
         self._event("started", num_actors=fleet.num_wanted, num_durable=len(self._durable))
         self._heartbeat("starting", now=True)
+        self._job.reach("driver.started")
         while not self._pool.done and not self._stop and self._halt is None:
             fleet.start_missing()
             for member, answer in fleet.wait(POLL_S):
                 self._take(fleet, member, answer)
             self._record_given_up()
             if not self._pool.done:  # the last parts are written without a process more
-                self._compactor.advance(self._durable)
+                compaction.advance(self._durable)
             self._heartbeat("running" if self._meter.has_started else "starting")
         self._heartbeat("stopping" if self._stop or self._halt else "finishing", now=True)
         for member, answer in fleet.stop(STOP_GRACE_S):
             self._record(member, answer.receipts)
-        self._compactor.wait()
+        compaction.wait()
 
     def end(self) -> JobResult:
         """The check, the card and the verdict; or the stop, where work is left."""
@@ -233,7 +300,9 @@ class _Run:
         self._heartbeat("finishing", now=True)
         for part in range(job.num_parts):
             compact(job, part)
+        job.reach("driver.compacted")
         check = compare_audits(job)
+        job.reach("driver.checked")
         facts = replace(self._facts, elapsed_s=round(time.monotonic() - self._began_s, 3))
         summary = finalize(job, check=check, facts=facts)
         exit_code, message = verdict(job.spec, summary)
@@ -259,7 +328,7 @@ class _Run:
 
     # -- what actors say ---------------------------------------------------------------------------
 
-    def _take(self, fleet: Fleet, member: Member, answer: Answer) -> None:
+    def _take(self, fleet: Crew, member: Member, answer: Answer) -> None:
         if isinstance(answer, Failure):
             self._bury(fleet, member, answer)
             return
@@ -274,6 +343,7 @@ class _Run:
             member.num_published += sum(receipt.num_rows for receipt in answer.receipts)
             self._record(member, answer.receipts)
         fleet.exchange(member, self._leases_for(member, fleet.num_wanted))
+        self._job.reach("driver.leased")
 
     def _note_loading(self, member: Member, progress: LoadProgress) -> None:
         """Where it is goes into the heartbeat; only another stage is an event."""
@@ -281,7 +351,7 @@ class _Run:
             self._event("actor_loading", actor=member.index, stage=progress.stage)
         member.loading = progress
 
-    def _welcome(self, fleet: Fleet, member: Member, info: ActorInfo) -> None:
+    def _welcome(self, fleet: Crew, member: Member, info: ActorInfo) -> None:
         member.info = info
         self._meter.started(time.monotonic())
         self._facts = replace(
@@ -337,6 +407,7 @@ class _Run:
         self._meter.add(
             [receipt for receipt in receipts if receipt.purpose == "data"], time.monotonic()
         )
+        self._job.reach("driver.recorded")
         if before < len(self._durable):
             self._estimate(before)
             self._stop_if_all_fail()
@@ -363,7 +434,7 @@ class _Run:
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def _bury(self, fleet: Fleet, member: Member, failure: Failure) -> None:
+    def _bury(self, fleet: Crew, member: Member, failure: Failure) -> None:
         """An actor is gone: its unpublished ids go back, and it is replaced within the budget."""
         loaded, alone = member.info is not None, self._pool.runs_alone(member.index)
         fleet.remove(member)

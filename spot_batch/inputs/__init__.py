@@ -6,8 +6,8 @@ datasets only.
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.ids import audit_sample_ids, noise_key
-from spot_batch.inputs.pin import check_unchanged, pin_input
-from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
+from spot_batch.inputs.pin import check_unchanged, pin_input, recognised
+from spot_batch.inputs.prepare import PreparedSample, RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader, InputRows
 from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
 
@@ -19,9 +19,11 @@ __all__ = [
     "PromptRenderer",
     "RenderedPrompt",
     "RowFault",
+    "RowReader",
     "SamplePreparer",
     "audit_sample_ids",
     "check_unchanged",
     "noise_key",
     "pin_input",
+    "recognised",
 ]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.kept import Origin
 from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.requests import looks_like_requests
 from spot_batch.inputs.sources import SourceFile, find_files
 from spot_batch.inputs.tables import TableScan, scan_table
-from spot_batch.inputs.texts import CHUNK_ROWS, SchemaOfTexts, scan_text
-from spot_batch.inputs.types import is_messages, is_text
-from spot_batch.job import JobSpec
+from spot_batch.inputs.texts import CHUNK_ROWS, LINES, SchemaOfTexts, scan_text
+from spot_batch.inputs.types import filled_type, is_messages, is_text
+from spot_batch.job import JobSpec, check_spec
 from spot_batch.records import InputChunk, InputFile, PinnedInput, PromptKind
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,8 @@ def pin_input(spec: JobSpec, *, hub_dir: Path | None = None) -> PinnedInput:
 
     Text formats are read to the end (or to `limit`): the schema is that of all their rows, and
     rows that cannot be used are counted, to become error rows. A hub dataset or a saved dataset
-    is written once into `hub_dir` as Parquet (the job directory's `hub_input`).
+    is written once into `hub_dir` as Parquet (the job directory's `hub_input`); what is
+    compressed or remote is unpacked or copied there.
     """
     files = find_files(spec.input, hub_dir=hub_dir)
     scan = _scan_tables if files[0].format in _TABLES else _scan_texts
@@ -44,9 +49,31 @@ def pin_input(spec: JobSpec, *, hub_dir: Path | None = None) -> PinnedInput:
     return pinned
 
 
+def recognised(spec: JobSpec, *, hub_dir: Path | None = None) -> JobSpec:
+    """The spec with `input.format: openai-batch` where that is what its lines are.
+
+    Only a spec that says nothing of format and columns is looked at.
+    """
+    given = spec.input
+    if given.format != "auto" or given.prompt or given.messages or given.custom_id:
+        return spec
+    first = find_files(given, hub_dir=hub_dir)[0]
+    if first.format != "jsonl":
+        return spec
+    row = next(scan_text(first.path, "jsonl"), None)
+    if row is None or row.values is None or not looks_like_requests(row.values):
+        return spec
+    tree = spec.model_dump()
+    tree["input"]["format"] = "openai-batch"
+    return check_spec(tree)
+
+
 def check_unchanged(pinned: PinnedInput) -> None:
     """Raises InputError when a pinned file is gone or holds other bytes than it did."""
     for number, file in enumerate(pinned.files):
+        num_bytes = _used_bytes(file.format, [c for c in pinned.chunks if c.file == number])
+        if file.origin:
+            _check_origin(file, num_bytes)
         path = Path(file.path)
         try:
             stat = path.stat()
@@ -56,12 +83,21 @@ def check_unchanged(pinned: PinnedInput) -> None:
             continue
         if file.digest.startswith("hub:"):
             continue
-        num_bytes = _used_bytes(file.format, [c for c in pinned.chunks if c.file == number])
         if _digest(path, num_bytes) != file.digest:
             raise InputError(
                 f"{path}: changed since the job was submitted "
                 f"({file.size} bytes then, {stat.st_size} now)"
             )
+
+
+def _check_origin(file: InputFile, num_bytes: int | None) -> None:
+    """InputError where what a file was kept from is gone, or holds other bytes now."""
+    now = Origin.of(file.origin)
+    if now.mark == file.origin_mark:
+        return
+    with now.open() as stream:
+        if _digest_of(stream, num_bytes) != file.digest:
+            raise InputError(f"{file.origin}: changed since the job was submitted")
 
 
 # -- scanning --------------------------------------------------------------------------------------
@@ -95,6 +131,8 @@ def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
         pinned_files.append(_pinned_file(source, made, first_row, num_rows - first_row))
     if num_faults and num_faults == num_rows:
         raise InputError(f"no row of the input can be read; the first: {faults[0]}")
+    if num_faults and spec.input.malformed == "refuse":
+        raise InputError(f"{num_faults:,} rows cannot be read (input.malformed): {faults[0]}")
     schema = inferred.schema() if num_rows else _schema_of_nothing(spec)
     columns = list(inferred.seen) if num_rows else schema.names
     pinned = _pinned(spec, schema, columns, pinned_files, chunks, num_rows)
@@ -183,7 +221,7 @@ class _ChunkBuilder:
 
     def __init__(self, file: int, kind: str) -> None:
         self._file = file
-        self._size = CHUNK_ROWS if kind == "jsonl" else None
+        self._size = CHUNK_ROWS if kind in LINES else None
         self._chunks: list[InputChunk] = []
         self._first = self._rows = self._offset = self._end = self._line = 0
 
@@ -227,25 +265,30 @@ def _pinned_file(
         digest=source.digest or _digest(source.path, num_bytes),
         first_row=first_row,
         num_rows=num_rows,
+        origin=source.origin.name if source.origin is not None else "",
+        origin_mark=source.origin.mark if source.origin is not None else "",
     )
 
 
 def _used_bytes(kind: str, chunks: Sequence[InputChunk]) -> int | None:
     """How much of a file the job reads: JSON lines to the last row it takes, others wholly."""
-    if kind != "jsonl":
+    if kind not in LINES:
         return None
     return max((chunk.offset + chunk.num_bytes for chunk in chunks), default=0)
 
 
 def _digest(path: Path, num_bytes: int | None) -> str:
     with path.open("rb") as file:
-        if num_bytes is None:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()
-        while num_bytes > 0 and (block := file.read(min(num_bytes, 1 << 20))):
-            digest.update(block)
-            num_bytes -= len(block)
-        return digest.hexdigest()
+        return _digest_of(file, num_bytes)
+
+
+def _digest_of(file: IO[bytes], num_bytes: int | None) -> str:
+    digest = hashlib.sha256()
+    left = sys.maxsize if num_bytes is None else num_bytes
+    while left > 0 and (block := file.read(min(left, 1 << 20))):
+        digest.update(block)
+        left -= len(block)
+    return digest.hexdigest()
 
 
 def _place(path: Path, line: int, row: int) -> str:
@@ -274,7 +317,7 @@ def _one_schema(scans: Sequence[tuple[SourceFile, TableScan]]) -> pa.Schema:
     schema = scans[0][1].schema
     for source, scan in scans[1:]:
         try:
-            schema = pa.unify_schemas([schema, scan.schema])
+            schema = pa.unify_schemas(_filled(schema, scan.schema))
         except (pa.ArrowTypeError, pa.ArrowInvalid):
             for field in scan.schema:
                 if field.name in schema.names and schema.field(field.name).type != field.type:
@@ -289,6 +332,22 @@ def _one_schema(scans: Sequence[tuple[SourceFile, TableScan]]) -> pa.Schema:
             [field if field.name in common else field.with_nullable(True) for field in schema]
         )
     return schema
+
+
+def _filled(one: pa.Schema, other: pa.Schema) -> list[pa.Schema]:
+    """Both schemas, with what is nulls in one of them, at any depth, of the other's type."""
+    return [_filled_from(one, other), _filled_from(other, one)]
+
+
+def _filled_from(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    return pa.schema(
+        [
+            field.with_type(filled_type(field.type, other.field(field.name).type))
+            if field.name in other.names
+            else field
+            for field in schema
+        ]
+    )
 
 
 def _check_named_columns(spec: JobSpec, schema: pa.Schema, place: _Place) -> None:

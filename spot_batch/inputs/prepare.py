@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
-from spot_batch.inputs.reader import InputReader, InputRows
+from spot_batch.inputs.reader import InputRows
 from spot_batch.inputs.render import PromptRenderer
-from spot_batch.job import MAX_NEW_TOKENS, JobSpec, checked_temperature
+from spot_batch.job import LEAST_TOP_P, MAX_NEW_TOKENS, JobSpec, checked_temperature
 from spot_batch.records import (
     Completion,
     Confidence,
@@ -64,6 +64,14 @@ class _Row:
     error: RowError | None
 
 
+class RowReader(Protocol):
+    """Where rows come from: an InputReader, or the rows of a sample that is decoded again."""
+
+    def read(self, row_indices: Sequence[int]) -> InputRows: ...
+
+    def where(self, row_index: int) -> str: ...
+
+
 class SamplePreparer:
     """From sample ids to requests: reads rows, renders prompts, applies per-row overrides.
 
@@ -75,7 +83,7 @@ class SamplePreparer:
         self,
         spec: JobSpec,
         pinned: PinnedInput,
-        reader: InputReader,
+        reader: RowReader,
         renderer: PromptRenderer,
         *,
         stop_ids: Sequence[int],
@@ -165,10 +173,15 @@ class SamplePreparer:
     def _params_of(self, values: Mapping[str, object]) -> SamplingParams:
         if not self._per_row:
             return self._params
-        temperature = _temperature(values, self._per_row, self._params.temperature)
+        own = {str(name): values.get(name) for name in self._per_row}
         length = _override(values, "max_new_tokens", self._per_row, self._params.max_new_tokens)
-        given = {name: getattr(self._params, name) for name in SamplingParams.__slots__}
-        return SamplingParams(**{**given, "temperature": temperature, "max_new_tokens": length})
+        return replace(
+            self._params,
+            max_new_tokens=length,
+            temperature=_number(own, "temperature", self._params.temperature, checked_temperature),
+            top_p=_number(own, "top_p", self._params.top_p, _checked_top_p),
+            stop=_stop(own, self._params.stop),
+        )
 
 
 def sampling_params(
@@ -215,16 +228,35 @@ def _override(values: Mapping[str, object], name: str, per_row: Sequence[str], d
     return value
 
 
-def _temperature(values: Mapping[str, object], per_row: Sequence[str], default: float) -> float:
-    value: Any = values.get("temperature") if "temperature" in per_row else None
+def _number(
+    own: Mapping[str, object], name: str, default: float, check: Callable[[float], float]
+) -> float:
+    value: Any = own.get(name)
     if value is None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RowFault("bad_override", f"column 'temperature' must be a number, got {value!r}")
+        raise RowFault("bad_override", f"column {name!r} must be a number, got {value!r}")
     try:
-        return checked_temperature(float(value))
+        return check(float(value))
     except (ValueError, OverflowError) as error:
-        raise RowFault("bad_override", f"column 'temperature' {error}") from None
+        raise RowFault("bad_override", f"column {name!r} {error}") from None
+
+
+def _checked_top_p(value: float) -> float:
+    if not LEAST_TOP_P <= value <= 1.0:
+        raise ValueError(f"must be from {LEAST_TOP_P:g} to 1, got {value:g}")
+    return value
+
+
+def _stop(own: Mapping[str, object], default: tuple[str, ...]) -> tuple[str, ...]:
+    """A row's own stop texts, one or a list of them; they take the place of the job's."""
+    value = own.get("stop")
+    if value is None:
+        return default
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise RowFault("bad_override", f"column 'stop' must be texts, none empty, got {value!r}")
+    return tuple(texts)
 
 
 def _shown(value: object) -> str:

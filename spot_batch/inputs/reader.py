@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.tables import read_table
-from spot_batch.inputs.texts import read_text
+from spot_batch.inputs.texts import LINES, read_text
 from spot_batch.records import PinnedInput
 
 _CHUNKS_KEPT = 4
-_TEXTS = frozenset({"jsonl", "json", "csv"})
+_TEXTS = LINES | {"json", "csv"}
 
 
 @dataclass(frozen=True, slots=True)

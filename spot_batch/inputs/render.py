@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.job import JobSpec
@@ -71,6 +71,8 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._block_length = block_length
+        if self._has_template:
+            _check_template(tokenizer)
         self._control = _control_tokens(tokenizer, str(template or ""), mask_id)
         self._control_re = _any_of(self._control)
 
@@ -242,6 +244,18 @@ def _last_chars(messages: Messages, keep: int, total: int) -> Messages:
             content = content[dropped:]
         shorter.append({**message, "content": content})
     return shorter
+
+
+def _check_template(tokenizer: Any) -> None:
+    """InputError where the template is none: it would refuse every row."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"the target's chat template cannot be read: line {error.lineno}: {error.message}"
+        ) from error
+    except (TemplateError, ValueError, TypeError):
+        pass  # it may refuse a row for a reason of its own
 
 
 def _control_tokens(tokenizer: Any, template: str, mask_id: int | None) -> dict[str, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.kept import COMPRESSED, Origin, keep, list_remote
 from spot_batch.job import InputSpec
 
 _BY_SUFFIX = {
@@ -29,7 +30,6 @@ _BY_SUFFIX = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"})
 _JOB_STATE = "_spot"
 _BUNDLED = "bundled:"
 _HUB = "hf://datasets/"
@@ -38,11 +38,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read. `digest` is given where content has a better name than its bytes."""
+    """A file to read. `digest` is given where content has a better name than its bytes; `origin`
+    is what `path` was unpacked or copied from, if it was."""
 
     path: Path
     format: str
     digest: str | None = None
+    origin: Origin | None = None
 
 
 def find_files(spec: InputSpec, *, hub_dir: Path | None) -> list[SourceFile]:
@@ -69,13 +71,14 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
         yield _bundled(source)
         return
     if "://" in source:
-        scheme = source.partition("://")[0]
-        raise InputError(f"input.source: {scheme}:// is not read by this version, got {source!r}")
+        for origin in list_remote(source, readable=lambda name: _suffix(name) in _BY_SUFFIX):
+            yield _kept(origin, spec, hub_dir)
+        return
     path = Path(source).absolute()
     if path.is_dir():
         yield from _from_folder(path, spec, hub_dir)
     elif path.exists():
-        yield SourceFile(path, _format_of(path, spec))
+        yield _local(path, spec, hub_dir)
     elif glob.has_magic(source):
         matches = sorted(glob.glob(source, recursive=True))
         plain = takewhile(lambda part: not glob.has_magic(part), Path(source).parts)
@@ -86,8 +89,8 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
                 f"input.source: no file matches {source!r}{_left_out(len(files) - len(found))}"
             )
         for each in found:
-            yield SourceFile(each, _format_of(each, spec))
-    elif _HUB_ID.fullmatch(source) and path.suffix.lower() not in _BY_SUFFIX:
+            yield _local(each, spec, hub_dir)
+    elif _HUB_ID.fullmatch(source) and _suffix(source) not in _BY_SUFFIX:
         yield _from_hub(source, spec, hub_dir)
     else:
         raise InputError(f"input.source: no such file: {source}{_nearby(path)}")
@@ -120,7 +123,7 @@ def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterato
         for path in sorted(folder.iterdir())
         if path.is_file()
         and not path.name.startswith((".", "_"))
-        and (path.suffix.lower() in _BY_SUFFIX)
+        and _suffix(path.name) in _BY_SUFFIX
     ]
     found = _without_jobs(files, folder)
     if not found:
@@ -129,7 +132,7 @@ def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterato
             f"({', '.join(_BY_SUFFIX)}){_left_out(len(files) - len(found))}"
         )
     for path in found:
-        yield SourceFile(path, _format_of(path, spec))
+        yield _local(path, spec, hub_dir)
 
 
 def _without_jobs(files: list[Path], named: Path) -> list[Path]:
@@ -161,10 +164,27 @@ def _left_out(count: int) -> str:
     return f"; {count} left out as files of a job directory (name its data folder to read it)"
 
 
+def _local(path: Path, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
+    """A file as it stands, or unpacked once: rows of a compressed one have no place in it."""
+    if path.suffix.lower() in COMPRESSED:
+        return _kept(Origin.of_file(path), spec, hub_dir)
+    return SourceFile(path, _format_of(path, spec))
+
+
+def _kept(origin: Origin, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
+    assert hub_dir is not None, "a compressed or remote file wants a folder to be kept in"
+    path = keep(origin, hub_dir)
+    return SourceFile(path, _format_of(path, spec), origin=origin)
+
+
+def _suffix(name: str) -> str:
+    """What a file is by its name, under its compression: `.jsonl` of rows.jsonl.gz."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
 def _format_of(path: Path, spec: InputSpec) -> str:
     suffix = path.suffix.lower()
-    if suffix in _COMPRESSED:
-        raise InputError(f"input.source: {path} is compressed; unpack it first")
     if spec.format == "hf":
         raise InputError(f"input.format: hf reads a folder or a hub dataset, got the file {path}")
     if spec.format != "auto":
@@ -173,7 +193,7 @@ def _format_of(path: Path, spec: InputSpec) -> str:
     if kind is None:
         raise InputError(
             f"input.source: the format of {path} does not show in its name; give input.format "
-            "(jsonl, json, parquet, arrow or csv)"
+            "(jsonl, json, parquet, arrow, csv or openai-batch)"
         )
     if kind == "json" and not _is_array(path):
         return "jsonl"

@@ -1,4 +1,7 @@
-"""Formats whose rows are text: JSON lines, JSON arrays and CSV. Each row stands or falls alone."""
+"""Formats whose rows are text: JSON lines, OpenAI batch requests, JSON arrays and CSV.
+
+Each row stands or falls alone.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
 
+from spot_batch.inputs import requests
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.types import Converter, Misfit, Shape, converter
 from spot_batch.records import InputChunk
 
 CHUNK_ROWS = 1_024
+LINES = frozenset({"jsonl", "openai-batch"})  # formats with a row a line
 RAW_CHARS = 4_000  # how much of an unreadable row is kept for its error row
 
 _BOM = b"\xef\xbb\xbf"
@@ -88,6 +93,7 @@ class SchemaOfTexts:
 
     def __init__(self, kind: str, columns: frozenset[str] | None) -> None:
         self._is_csv = kind == "csv"
+        self._is_fixed = kind == "openai-batch"
         self._columns = columns
         self._shapes: dict[str, Shape] = {}
         self._csv: dict[str, _CsvColumn] = {}
@@ -104,6 +110,8 @@ class SchemaOfTexts:
             if self._is_csv:
                 self._csv.setdefault(name, _CsvColumn()).observe(str(value))
                 continue
+            if self._is_fixed:
+                continue
             try:
                 self._shapes.setdefault(name, Shape()).observe(value, f"column {name!r}")
             except Misfit as misfit:
@@ -113,6 +121,9 @@ class SchemaOfTexts:
     def schema(self) -> pa.Schema:
         if self._is_csv:
             return pa.schema([(name, column.to_arrow()) for name, column in self._csv.items()])
+        if self._is_fixed:
+            wanted = requests.SCHEMA.names if self._columns is None else self._columns
+            return pa.schema([field for field in requests.SCHEMA if field.name in wanted])
         return pa.schema([(name, shape.to_arrow()) for name, shape in self._shapes.items()])
 
 
@@ -185,6 +196,26 @@ def _is_encodable(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# -- OpenAI batch requests -------------------------------------------------------------------------
+
+
+def _scan_requests(path: Path) -> Iterator[TextRow]:
+    return map(_request, _scan_jsonl(path))
+
+
+def _read_requests(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
+    return map(_request, _read_jsonl(path, chunk))
+
+
+def _request(row: TextRow) -> TextRow:
+    if row.values is None:
+        return row
+    try:
+        return replace(row, values=requests.columns_of(row.values))
+    except RowFault as fault:
+        return replace(row, values=None, fault=fault, raw=_as_text(row.values))
 
 
 # -- JSON arrays -----------------------------------------------------------------------------------
@@ -299,11 +330,13 @@ _FLOAT = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,3})?")
 
 _SCANNERS: dict[str, Callable[[Path], Iterator[TextRow]]] = {
     "jsonl": _scan_jsonl,
+    "openai-batch": _scan_requests,
     "json": _scan_json,
     "csv": _scan_csv,
 }
 _READERS: dict[str, Callable[[Path, InputChunk], Iterator[TextRow]]] = {
     "jsonl": _read_jsonl,
+    "openai-batch": _read_requests,
     "json": _read_json,
     "csv": _read_csv,
 }

@@ -58,6 +58,33 @@ def plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     return column if column.type == kind else column.cast(kind)
 
 
+def filled_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """The type, with nulls at any depth replaced by what the other has there: a file whose rows
+    lack a value does not know its type. Fields of a struct that only one has are added."""
+    types = pa.types
+    if types.is_null(kind):
+        return other
+    if types.is_struct(kind) and types.is_struct(other):
+        theirs = {other.field(i).name: other.field(i) for i in range(other.num_fields)}
+        mine = [kind.field(i) for i in range(kind.num_fields)]
+        fields = [
+            field.with_type(filled_type(field.type, theirs[field.name].type))
+            if field.name in theirs
+            else field.with_nullable(True)
+            for field in mine
+        ]
+        names = {field.name for field in mine}
+        fields += [theirs[name].with_nullable(True) for name in theirs if name not in names]
+        return pa.struct(fields)
+    if types.is_list(kind) and types.is_list(other):
+        item = kind.value_field
+        return pa.list_(item.with_type(filled_type(item.type, other.value_type)))
+    if types.is_large_list(kind) and types.is_large_list(other):
+        item = kind.value_field
+        return pa.large_list(item.with_type(filled_type(item.type, other.value_type)))
+    return kind
+
+
 def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 

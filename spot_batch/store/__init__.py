@@ -1,6 +1,6 @@
 """The job directory is the job: segments in, parts out, everything rebuilt from files alone.
 
-Pure pyarrow and the standard library; `datasets` is loaded by `load` only.
+Pure pyarrow, numpy and the standard library; `datasets` is loaded by `load` only.
 """
 
 from spot_batch.store.check import compare_audits
@@ -16,6 +16,7 @@ from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.lease import DriverAlive, DriverLease, acquire_driver_lease, read_driver
 from spot_batch.store.load import load
 from spot_batch.store.parts import compact, delete_covered_segments
+from spot_batch.store.retry import begin_retry
 from spot_batch.store.scan import PartInfo, Published, fault_of_parts, scan
 from spot_batch.store.schema import completion_schema
 from spot_batch.store.segments import SegmentInfo, publish_segment
@@ -36,6 +37,7 @@ __all__ = [
     "Totals",
     "acquire_driver_lease",
     "append_event",
+    "begin_retry",
     "compact",
     "compare_audits",
     "completion_schema",

@@ -19,11 +19,13 @@ from spot_batch.records import InputChunk, InputFile, PinnedInput
 from spot_batch.store.card import CardFacts, render_card
 from spot_batch.store.files import (
     OutputError,
+    Reach,
     StorageFull,
     link_whole,
     speaking_plainly,
     staged,
     sync_folder,
+    unhindered,
     write_atomically,
     write_durably,
 )
@@ -76,17 +78,19 @@ class JobDirectory:
     """Every path of a job, and what the job is once it has been created.
 
     A `JobDirectory(root)` may point at nothing yet; `create_or_open` or `open` give one whose
-    `spec`, `fingerprint`, `pinned` and `schema` are there.
+    `spec`, `fingerprint`, `pinned` and `schema` are there. `reach` is for tests: it is called with
+    the name of each step of publication, so that a test can stop the process there.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, *, reach: Reach = unhindered) -> None:
         self.root = Path(os.path.abspath(root))
+        self.reach = reach
         self._loaded: _State | None = None
 
     @classmethod
-    def open(cls, root: Path | str) -> JobDirectory:
+    def open(cls, root: Path | str, *, reach: Reach = unhindered) -> JobDirectory:
         """The job in `root`; OutputError where there is none."""
-        job = cls(root)
+        job = cls(root, reach=reach)
         if not job.exists:
             raise OutputError(f"{job.root}: is not a job directory (no _spot/fingerprint.json)")
         job._check_format()
@@ -118,7 +122,7 @@ class JobDirectory:
             if (self.spot / "format").exists():  # a creation cut short, maybe of a later version
                 self._check_format()
             self._create(spec, fingerprint=fingerprint, fields=fields, pinned=pinned)
-        return JobDirectory.open(self.root)
+        return JobDirectory.open(self.root, reach=self.reach)
 
     def check_usable(self) -> None:
         """OutputError unless the folder is absent, empty or a job's, and can be written to."""
@@ -263,6 +267,16 @@ class JobDirectory:
     @property
     def control(self) -> Path:
         return self.spot / "control"
+
+    @property
+    def retry(self) -> Path:
+        """A marker for each part that is being revised and does not count meanwhile."""
+        return self.spot / "retry"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Whole blocks of samples in flight."""
+        return self.spot / "checkpoints"
 
     @property
     def hub_input(self) -> Path:

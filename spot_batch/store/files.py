@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +50,8 @@ def speaking_plainly(path: Path) -> Iterator[None]:
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A path of its own in `folder` to write to; whatever is left there is removed."""
+    with speaking_plainly(folder):  # a copied directory has lost its empty folders
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
     try:
         yield path
@@ -82,15 +84,28 @@ def link_whole(source: Path, final: Path) -> bool:
     return True
 
 
-def publish_bytes(data: bytes, final: Path, *, tmp: Path) -> bool:
+Reach = Callable[[str], None]
+"""Called with the name of every step that a stop must not hurt; tests stop the process there."""
+
+
+def unhindered(step: str) -> None:
+    """What is reached where nobody is testing: nothing happens."""
+    del step
+
+
+def publish_bytes(data: bytes, final: Path, *, tmp: Path, reach: Reach = unhindered) -> bool:
     """Publishes `data` under `final` and never over another whole copy of it.
 
     False where the same bytes stood there already. Other bytes under the name, which can only be
     damage where names come from content, are replaced with a warning.
     """
+    with speaking_plainly(final.parent):
+        final.parent.mkdir(exist_ok=True)
     with staged(tmp) as path:
         write_durably(path, data)
+        reach("file.written")
         if link_whole(path, final):
+            reach("file.linked")
             return True
         if final.read_bytes() == data:
             return False

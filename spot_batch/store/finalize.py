@@ -27,7 +27,9 @@ def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | 
         job.success.unlink(missing_ok=True)
         gaps = IntervalSet(published.data.gaps(job.num_samples))
         raise ValueError(f"{job.root}: {len(gaps)} samples are missing ({str(gaps)[:200]})")
+    job.reach("finalize.scanned")
     parts = [compact(job, index) for index in range(job.num_parts)]
+    job.reach("finalize.compacted")
     assert sum(part.num_rows + part.num_errors for part in parts) == job.num_samples
     for path in sorted(job.data.iterdir()):
         if path.name not in {part.name for part in parts}:
@@ -44,14 +46,18 @@ def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | 
         facts=facts,
     )
     write_card(job, summary)
+    job.reach("finalize.card")
     write_atomically(job.summary_path, summary.to_json().encode(), tmp=job.tmp)
+    job.reach("finalize.summary")
+    for folder in (job.segments, job.checkpoints, job.tmp):  # first: nobody cleans a finished job
+        clear_folder(folder)
+    job.reach("finalize.cleared")
     failed = check is not None and check.num_differed > 0
     if failed and job.spec.equivalence.on_fail == "stop":
         job.success.unlink(missing_ok=True)
     else:
         write_atomically(job.success, b"", tmp=job.tmp)
-    clear_folder(job.segments)
-    clear_folder(job.tmp)
+    job.reach("finalize.success")
     return summary
 
 

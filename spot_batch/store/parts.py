@@ -8,6 +8,7 @@ stands in data/ or in errors/ and never in both or neither.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
@@ -15,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from spot_batch.store.directory import JobDirectory
 from spot_batch.store.files import (
@@ -55,6 +58,10 @@ from spot_batch.store.summary import Totals
 logger = logging.getLogger(__name__)
 
 
+_Places = NDArray[np.int64]
+"""(2, n): the segment of each sample among those read, and its row there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     info: SegmentInfo
@@ -70,13 +77,13 @@ class _Choice:
     rows: list[int]
     failed: list[bool]
 
-    def only(self, *, failed: bool) -> list[tuple[int, int]]:
-        """(segment, row) of the completions, or of the errors."""
-        places = zip(self.segments, self.rows, self.failed, strict=True)
-        return [(segment, row) for segment, row, is_failed in places if is_failed == failed]
+    def only(self, *, failed: bool) -> _Places:
+        """Where the completions are, or the errors."""
+        wanted = np.asarray(self.failed, np.bool_) == failed
+        return self.all()[:, wanted]
 
-    def all(self) -> list[tuple[int, int]]:
-        return list(zip(self.segments, self.rows, strict=True))
+    def all(self) -> _Places:
+        return np.asarray([self.segments, self.rows], np.int64)
 
 
 def compact(job: JobDirectory, part: int) -> PartInfo:
@@ -103,17 +110,24 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
         _write_part(data_path, job.schema, completions, job.spec.output.compression)
         if any(choice.failed):
             _write_part(errors_path, *_error_rows(job, segments, choice), "zstd")
-        _write_stats(job, stats, segments, choice, data_path, errors_path)
+        _write_stats(job, name, stats, segments, choice, data_path, errors_path)
+        job.reach("part.written")
         if not link_whole(stats, job.stats / name):
             theirs = _stored_choice(job, part, segments)
             if theirs is not None and theirs != choice:
                 return compact(job, part)  # another compactor's choice is the part's
             replace_whole(stats, job.stats / name)
+        job.reach("part.stats")
+        is_revised = (job.retry / name).exists()
         if any(choice.failed):
-            _publish_part(errors_path, job.errors / name, None)
-        else:
-            (job.errors / name).unlink(missing_ok=True)  # of a damaged part that is made again
-        _publish_part(data_path, job.data / name, job.schema)
+            _publish_part(errors_path, job.errors / name, None, is_revised=is_revised)
+        else:  # of a damaged part that is made again, or of one whose errors were retried
+            (job.errors / name).unlink(missing_ok=True)
+        job.reach("part.errors")
+        _publish_part(data_path, job.data / name, job.schema, is_revised=is_revised)
+        job.reach("part.data")
+        (job.retry / name).unlink(missing_ok=True)  # from here on the revision counts
+    job.reach("part.published")
     made = read_part(job, part)
     assert made is not None, f"part {part} was published and does not count"
     return made
@@ -127,6 +141,7 @@ def delete_covered_segments(job: JobDirectory, parts: Iterable[PartInfo]) -> int
         first, last = (int(piece) for piece in path.name.split("-")[:2])
         if covered.covers(range(first, last + 1)):
             path.unlink(missing_ok=True)
+            job.reach("segment.deleted")
             count += 1
     return count
 
@@ -159,8 +174,8 @@ def _first_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) ->
                 {
                     "id": batch.column(SAMPLE_ID),
                     "failed": pc.is_valid(batch.column(ERROR)),
-                    "segment": pa.array([index] * batch.num_rows, pa.int32()),
-                    "row": pa.array(range(batch.num_rows), pa.int32()),
+                    "segment": np.full(batch.num_rows, index, np.int32),
+                    "row": np.arange(batch.num_rows, dtype=np.int32),
                 }
             )
         )
@@ -174,16 +189,10 @@ def _first_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) ->
     table = table.filter(inside).sort_by(
         [("id", "ascending"), ("failed", "ascending"), ("segment", "ascending")]
     )
-    columns = [table[name].to_pylist() for name in ("id", "segment", "row", "failed")]
-    choice = _Choice([], [], [], [])
-    last = -1
-    for number, segment_index, row, is_failed in zip(*columns, strict=True):
-        if number != last:
-            last = number
-            choice.sample_ids.append(number)
-            choice.segments.append(segment_index)
-            choice.rows.append(row)
-            choice.failed.append(is_failed)
+    numbers = table["id"].to_numpy()
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))
+    names = ("id", "segment", "row", "failed")
+    choice = _Choice(*(table[name].to_numpy()[first].tolist() for name in names))
     return choice if len(choice.sample_ids) == len(ids) else None
 
 
@@ -235,36 +244,28 @@ def _missing(job: JobDirectory, part: int, segments: Sequence[_Segment]) -> str:
 
 
 def _gather(
-    segments: Sequence[_Segment], places: Sequence[tuple[int, int]], columns: Sequence[str]
+    segments: Sequence[_Segment], places: _Places, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """The named columns in the order of `places`, in batches of BATCH_ROWS.
 
     Each batch is the output of one `take` of one kernel, whatever the segments: the layout of
     buffers under nulls and past the end is then the same too.
     """
-    for start in range(0, len(places), BATCH_ROWS):
-        window = places[start : start + BATCH_ROWS]
-        rows: dict[int, list[int]] = {}
-        spots: list[tuple[int, int]] = []
-        for segment, row in window:
-            taken = rows.setdefault(segment, [])
-            spots.append((segment, len(taken)))
-            taken.append(row)
+    for start in range(0, places.shape[1], BATCH_ROWS):
+        owners, rows = places[:, start : start + BATCH_ROWS]
+        used, which = np.unique(owners, return_inverse=True)
         pieces = [
-            segments[segment].batch.select(columns).take(pa.array(taken))
-            for segment, taken in rows.items()
+            segments[owner].batch.select(columns).take(pa.array(rows[which == index]))
+            for index, owner in enumerate(used.tolist())
         ]
-        starts, begin = {}, 0
-        for segment, taken in rows.items():
-            starts[segment] = begin
-            begin += len(taken)
-        order = pa.array([starts[segment] + spot for segment, spot in spots])
+        order = np.empty(len(which), np.int64)
+        order[np.argsort(which, kind="stable")] = np.arange(len(which))
         joined = pa.Table.from_batches(
             [piece.replace_schema_metadata(None) for piece in pieces]
         ).combine_chunks()
         batches = joined.to_batches()
         assert len(batches) == 1, f"more than 2 GB of text in {BATCH_ROWS} rows"
-        yield batches[0].take(order)
+        yield batches[0].take(pa.array(order))
 
 
 def _data_batches(
@@ -290,8 +291,16 @@ def _error_rows(
     return schema, batches()
 
 
+def _revision(job: JobDirectory, name: str) -> int:
+    try:
+        return int(json.loads((job.retry / name).read_bytes())["revision"])
+    except FileNotFoundError:
+        return 0
+
+
 def _write_stats(
     job: JobDirectory,
+    part_name: str,
     path: Path,
     segments: Sequence[_Segment],
     choice: _Choice,
@@ -304,22 +313,25 @@ def _write_stats(
         sha256=sha256_of(data_path),
         totals=_totals(job, segments, choice),
         errors_sha256=sha256_of(errors_path) if any(choice.failed) else None,
+        revision=_revision(job, part_name),
     )
     schema = STATS_SCHEMA.with_metadata({**job.schema.metadata, PART_KEY: facts.to_json()})
     own = [job.spec.output.prefix + name for name in ("row_index", "sample_index")]
-    actors = [segment_actor(segment.batch) for segment in segments]
-    owners = iter(choice.segments)
+    actors = pa.array([segment_actor(segment.batch) for segment in segments], pa.string())
+    names = pa.array([segment.info.name for segment in segments], pa.string())
 
     def batches() -> Iterator[pa.RecordBatch]:
+        start = 0
         for batch in _gather(segments, choice.all(), [*own, ERROR, STATS]):
             stats = batch.column(STATS)
-            owned = [next(owners) for _ in range(batch.num_rows)]
+            owners = pa.array(choice.segments[start : start + batch.num_rows], pa.int32())
+            start += batch.num_rows
             columns = {
                 "row_index": batch.column(own[0]),
                 "sample_index": batch.column(own[1]),
                 "is_error": pc.is_valid(batch.column(ERROR)),
-                "actor": pa.array([actors[owner] for owner in owned], pa.string()),
-                "segment": pa.array([segments[owner].info.name for owner in owned], pa.string()),
+                "actor": actors.take(owners),
+                "segment": names.take(owners),
             }
             columns |= {field.name: pc.struct_field(stats, field.name) for field in stats.type}
             yield pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
@@ -361,8 +373,11 @@ def _write_part(
         os.fsync(file.fileno())
 
 
-def _publish_part(source: Path, final: Path, schema: pa.Schema | None) -> None:
+def _publish_part(source: Path, final: Path, schema: pa.Schema | None, *, is_revised: bool) -> None:
     if link_whole(source, final):
+        return
+    if is_revised:
+        replace_whole(source, final)
         return
     if sha256_of(source) == sha256_of(final):
         return

@@ -33,6 +33,7 @@ class PartInfo:
     num_errors: int
     sha256: str
     totals: Totals
+    revision: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,7 @@ def read_part(job: JobDirectory, index: int, *, verify: bool = False) -> PartInf
     removes a data part that does not count: whoever looks less closely must not take it either.
     """
     name = job.part_name(index)
-    if not (job.data / name).exists():
+    if not (job.data / name).exists() or (job.retry / name).exists():
         return None
     try:
         return _sound_part(job, index, verify=verify)
@@ -145,6 +146,7 @@ def _sound_part(job: JobDirectory, index: int, *, verify: bool) -> PartInfo:
         num_errors=num_errors,
         sha256=stored.sha256,
         totals=stored.totals,
+        revision=stored.revision,
     )
 
 
@@ -178,6 +180,7 @@ class PartFacts:
     sha256: str
     totals: Totals
     errors_sha256: str | None = None  # None where there are no errors, and in older parts
+    revision: int = 0  # how often `retry` has written it anew
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

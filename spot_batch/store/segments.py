@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,23 +69,35 @@ def publish_segment(
     """
     assert outcomes, "a segment holds at least one sample"
     outcomes = sorted(outcomes, key=lambda outcome: outcome.sample_id)
-    ids = IntervalSet.of(outcome.sample_id for outcome in outcomes)
-    assert len(ids) == len(outcomes), "a segment holds a sample once"
+    assert len({outcome.sample_id for outcome in outcomes}) == len(outcomes), (
+        "a segment holds a sample once"
+    )
+    table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
+    totals = _totals(outcomes)
+    name, num_bytes = publish_rows(job, table, totals=totals, purpose=purpose, actor=actor)
+    return _receipt(outcomes, totals, name=name, purpose=purpose, num_bytes=num_bytes)
+
+
+def publish_rows(
+    job: JobDirectory, rows: pa.Table, *, totals: Totals, purpose: Purpose = "data", actor: str
+) -> tuple[str, int]:
+    """Publishes rows of a segment's schema, in order of sample id; (its name, its bytes)."""
+    sample_ids = rows[SAMPLE_ID].to_pylist()
     metadata = {
         "spot_batch.fingerprint": job.fingerprint,
         "spot_batch.purpose": purpose,
-        "spot_batch.ids": str(ids),
-        "spot_batch.totals": _totals(outcomes).to_json(),
+        "spot_batch.ids": str(IntervalSet.of(sample_ids)),
+        "spot_batch.totals": totals.to_json(),
         "spot_batch.actor": actor,
     }
-    table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
-    data = _as_file(table.replace_schema_metadata(metadata))
+    data = _as_file(rows.replace_schema_metadata(metadata))
     checksum = hashlib.sha256(data).hexdigest()[:32]
-    first, last = outcomes[0].sample_id, outcomes[-1].sample_id
-    name = f"{first:012d}-{last:012d}-{checksum}.arrow"
+    name = f"{sample_ids[0]:012d}-{sample_ids[-1]:012d}-{checksum}.arrow"
     folder = job.audit if purpose == "audit" else job.segments
-    publish_bytes(data, folder / name, tmp=job.tmp)
-    return _receipt(outcomes, name=name, purpose=purpose, num_bytes=len(data), checksum=checksum)
+    job.reach(f"{purpose}.segment.made")
+    publish_bytes(data, folder / name, tmp=job.tmp, reach=job.reach)
+    job.reach(f"{purpose}.segment.published")
+    return name, len(data)
 
 
 def list_segments(folder: Path, *, overlapping: range | None = None) -> Iterator[Path]:
@@ -159,23 +171,19 @@ def _data_table(job: JobDirectory, outcomes: Sequence[Outcome]) -> pa.Table:
     kept = _kept_columns(outcomes, job.kept)
     columns: list[pa.Array | pa.ChunkedArray] = [_array(SAMPLE_ID, schema, _ids(outcomes))]
     columns += [kept.column(name) for name in job.kept]
-    values = _own_values(outcomes, job.spec.generation.n)
-    for name in own_columns(job.spec):
-        columns.append(pa.array(values[name], type=OWN_COLUMNS[name]))
-    columns.append(pa.array([_error(o) for o in outcomes], type=ERROR_STRUCT))
-    columns.append(pa.array([_stats(o) for o in outcomes], type=STATS_STRUCT))
+    names = own_columns(job.spec)
+    values = _own_values(outcomes, job.spec.generation.n, names)
+    columns += [pa.array(values[name], type=OWN_COLUMNS[name]) for name in names]
+    columns += [_errors(outcomes), _stats(outcomes)]
     for field, column in zip(schema, columns, strict=True):
         assert column.type == field.type, f"column {field.name}: {column.type}, want {field.type}"
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _audit_table(outcomes: Sequence[Outcome]) -> pa.Table:
-    values = _own_values(outcomes, n=1)
     columns: dict[str, object] = {SAMPLE_ID: _ids(outcomes)}
-    for name in ("generation", "finish_reason", "token_ids", "commit_step"):
-        columns[name] = values[name]
-    columns[ERROR] = [_error(outcome) for outcome in outcomes]
-    columns[STATS] = [_stats(outcome) for outcome in outcomes]
+    columns |= _own_values(outcomes, 1, ("generation", "finish_reason", "token_ids", "commit_step"))
+    columns |= {ERROR: _errors(outcomes), STATS: _stats(outcomes)}
     return pa.table(columns, schema=AUDIT_SCHEMA)
 
 
@@ -201,49 +209,66 @@ def _kept_columns(outcomes: Sequence[Outcome], names: list[str]) -> pa.Table:
     return pa.concat_tables(pieces).combine_chunks().take(order)
 
 
-def _own_values(outcomes: Sequence[Outcome], n: int) -> dict[str, list[object]]:
-    values: dict[str, list[object]] = {name: [] for name in OWN_COLUMNS}
-    for outcome in outcomes:
-        row_index, sample_index = divmod(outcome.sample_id, n)
-        values["custom_id"].append(outcome.custom_id)
-        values["row_index"].append(row_index)
-        values["sample_index"].append(sample_index)
-        values["seed"].append(outcome.seed)
-        result = outcome.result
-        if isinstance(result, RowError):
-            for name in _OF_COMPLETIONS:
-                values[name].append(None)
-            continue
-        text, is_lossy = _text(outcome.text)
-        values["generation"].append(text)
-        values["text_lossy"].append(is_lossy)
-        values["finish_reason"].append(result.finish_reason)
-        values["token_ids"].append(result.token_ids)
-        values["commit_step"].append(result.commit_step)
-        values["rendered_prompt"].append(_text(outcome.prompt_text)[0])
-        values["trajectory"].append(
-            None if result.trajectory is None else asdict(result.trajectory)
-        )
-        values["usage"].append(
-            {
-                "prompt_tokens": result.num_prompt_tokens,
-                "completion_tokens": len(result.token_ids),
-                "draft_free_forwards": result.num_draft_free_forwards,
-            }
-        )
+def _own_values(
+    outcomes: Sequence[Outcome], n: int, names: Sequence[str]
+) -> dict[str, list[object] | pa.Array]:
+    """The named columns of ours; those of a completion are null for an error."""
+    results = [o.result if isinstance(o.result, Completion) else None for o in outcomes]
+    texts = [
+        _text(o.text) if r is not None else (None, None) for o, r in _beside(outcomes, results)
+    ]
+    values: dict[str, list[object] | pa.Array] = {}
+    for name in names:
+        if name == "usage":
+            values[name] = _usage(results)
+        elif name in _OF_SAMPLES:
+            of_sample = _OF_SAMPLES[name]
+            values[name] = [of_sample(outcome, n) for outcome in outcomes]
+        elif name in _OF_TEXTS:
+            values[name] = [text[_OF_TEXTS[name]] for text in texts]
+        else:
+            of_result = _OF_RESULTS[name]
+            values[name] = [
+                None if result is None else of_result(outcome, result)
+                for outcome, result in _beside(outcomes, results)
+            ]
     return values
 
 
-_OF_COMPLETIONS = (
-    "generation",
-    "text_lossy",
-    "finish_reason",
-    "token_ids",
-    "commit_step",
-    "rendered_prompt",
-    "trajectory",
-    "usage",
-)
+def _beside(
+    outcomes: Sequence[Outcome], results: Sequence[Completion | None]
+) -> Iterator[tuple[Outcome, Completion | None]]:
+    return zip(outcomes, results, strict=True)
+
+
+_OF_TEXTS = {"generation": 0, "text_lossy": 1}
+_OF_SAMPLES: dict[str, Callable[[Outcome, int], object]] = {
+    "custom_id": lambda outcome, n: outcome.custom_id,
+    "row_index": lambda outcome, n: outcome.sample_id // n,
+    "sample_index": lambda outcome, n: outcome.sample_id % n,
+    "seed": lambda outcome, n: outcome.seed,
+}
+_OF_RESULTS: dict[str, Callable[[Outcome, Completion], object]] = {
+    "finish_reason": lambda outcome, result: result.finish_reason,
+    "token_ids": lambda outcome, result: result.token_ids,
+    "commit_step": lambda outcome, result: result.commit_step,
+    "rendered_prompt": lambda outcome, result: _text(outcome.prompt_text)[0],
+    "trajectory": lambda outcome, result: (
+        None if result.trajectory is None else asdict(result.trajectory)
+    ),
+}
+
+
+def _usage(results: Sequence[Completion | None]) -> pa.Array:
+    counts = (
+        [result.num_prompt_tokens if result else None for result in results],
+        [len(result.token_ids) if result else None for result in results],
+        [result.num_draft_free_forwards if result else None for result in results],
+    )
+    fields = list(OWN_COLUMNS["usage"])
+    arrays = [pa.array(each, field.type) for each, field in zip(counts, fields, strict=True)]
+    mask = pa.array([result is None for result in results], pa.bool_())
+    return pa.StructArray.from_arrays(arrays, fields=fields, mask=mask)
 
 
 def _error(outcome: Outcome) -> dict[str, object] | None:
@@ -259,22 +284,29 @@ def _error(outcome: Outcome) -> dict[str, object] | None:
     }
 
 
-def _stats(outcome: Outcome) -> dict[str, int]:
-    result = outcome.result
-    if not isinstance(result, Completion):
-        return dict.fromkeys((field.name for field in STATS_STRUCT), 0)
-    return {
-        "num_forwards": result.stats.num_forwards,
-        "num_clean_passes": result.stats.num_clean_passes,
-        "num_drafted": result.stats.num_drafted,
-        "num_accepted": result.stats.num_accepted,
-        "num_tokens": len(result.token_ids),
-        "num_draft_free_forwards": result.num_draft_free_forwards,
+def _errors(outcomes: Sequence[Outcome]) -> pa.Array:
+    return pa.array([_error(outcome) for outcome in outcomes], type=ERROR_STRUCT)
+
+
+def _stats(outcomes: Sequence[Outcome]) -> pa.Array:
+    """What depends on scheduling; zeros for an error."""
+    results = [o.result if isinstance(o.result, Completion) else None for o in outcomes]
+    counts = {
+        "num_tokens": [len(result.token_ids) if result else 0 for result in results],
+        "num_draft_free_forwards": [
+            result.num_draft_free_forwards if result else 0 for result in results
+        ],
     }
+    for name in SampleStats.__slots__:
+        counts[name] = [getattr(result.stats, name) if result else 0 for result in results]
+    arrays = [pa.array(counts[field.name], field.type) for field in STATS_STRUCT]
+    return pa.StructArray.from_arrays(arrays, fields=list(STATS_STRUCT))
 
 
 def _text(text: str) -> tuple[str, bool]:
     """(text that UTF-8 can hold, whether something of it was lost)."""
+    if text.isascii():
+        return text, False
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -319,9 +351,8 @@ def _totals(outcomes: Sequence[Outcome]) -> Totals:
 
 
 def _receipt(
-    outcomes: Sequence[Outcome], *, name: str, purpose: Purpose, num_bytes: int, checksum: str
+    outcomes: Sequence[Outcome], totals: Totals, *, name: str, purpose: Purpose, num_bytes: int
 ) -> Receipt:
-    totals = _totals(outcomes)
     return Receipt(
         name=name,
         purpose=purpose,
@@ -329,7 +360,7 @@ def _receipt(
         num_rows=totals.num_samples,
         num_errors=totals.num_errors,
         num_bytes=num_bytes,
-        checksum=checksum,
+        checksum=name.removesuffix(".arrow").rpartition("-")[2],
         num_tokens=totals.num_tokens,
         stats=SampleStats(
             num_forwards=totals.num_forwards,

@@ -141,6 +141,12 @@ def meta_body(
     return BODIES[family.name](config, sizes, where=where, dtype=dtype)
 
 
+def check_network(info: ModelInfo) -> None:
+    """ModelError for what of the config loading would refuse."""
+    file = info.path / "config.json"
+    meta_body(read_json(file), info.family, where=f"{file}")
+
+
 def load_target(
     info: ModelInfo,
     *,
@@ -173,7 +179,9 @@ def _read_weights(body: Body, path: Path, report: LoadReport) -> None:
                     if name == HEAD and body.sizes.is_tied:
                         continue  # some store the copy too
                     tensor = stored.get_tensor(name)
-                    places[name].copy_(tensor)
+                    place = places[name]
+                    place.copy_(tensor)
+                    _check_finite(place, f"{file}: {name}")
                     done += tensor.nbytes
                     report(LoadProgress("loading", done, total))
         except (OSError, SafetensorError) as error:
@@ -184,12 +192,21 @@ def _read_weights(body: Body, path: Path, report: LoadReport) -> None:
         body.tie_head()
 
 
+def _check_finite(tensor: Tensor, name: str) -> None:
+    """A float16 may be too small for what a bfloat16 held; and files may be damaged."""
+    if not all(map(math.isfinite, (extreme.item() for extreme in tensor.aminmax()))):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        wider = "" if tensor.dtype == torch.float32 else ", or model.target.dtype must be wider"
+        raise ModelError(f"{name} is not finite in {dtype}: the file is damaged{wider}")
+
+
 def _dtype(wanted: str, device: torch.device, info: ModelInfo) -> torch.dtype:
     on_gpu = device.type == "cuda"
     choice = choose_dtype(
         wanted,
         device=device.type,
-        has_bfloat16=on_gpu and torch.cuda.is_bf16_supported(),
+        # Without emulation: a T4 has bfloat16 by that alone, and is slow at it.
+        has_bfloat16=on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         num_parameters=num_parameters(tensor_shapes(info.sizes, info.family)),
     )

@@ -71,6 +71,8 @@ class Body:
 def with_rope(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A config.json with its rotary fields at the top, where newer files have them one below."""
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{where}: rope_parameters must be an object, got {rope!r}")
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"{where}: rope_type {rope['rope_type']!r} is not supported")
     return {**rope, **config}

@@ -102,7 +102,8 @@ EDITING = (
 )
 AUTOREGRESSIVE = "is autoregressive: it has no mask id and writes from left to right only"
 
-_EDITING_NAME = re.compile(r"llada[-_]?2\.[12](?!\d)", re.IGNORECASE)
+_LLADA2_NAME = re.compile(r"llada[-_ ]?2[._-](\d+)(?![\db])", re.IGNORECASE)
+_EDITING_VERSIONS = ("1", "2")
 _AUTOREGRESSIVE = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
@@ -137,23 +138,25 @@ def _by_architecture(config: Mapping[str, Any]) -> Family | None:
 
 
 def _edits(names: tuple[str, ...], config: Mapping[str, Any]) -> bool:
-    named = (*names, str(config.get("_name_or_path", "")))
-    return any(_EDITING_NAME.search(name) for name in named) or any(
+    named = (*names, str(config.get("_name_or_path", "")), str(config.get("model_type", "")))
+    # A path may hold another version's name: the last one is the checkpoint's.
+    versions = [found[-1] for name in named if (found := _LLADA2_NAME.findall(name))]
+    return any(version in _EDITING_VERSIONS for version in versions) or any(
         "edit" in str(key).lower() for key in config
     )
 
 
 def _why_not(config: Mapping[str, Any]) -> str:
-    names = architectures_of(config)
+    names, model_type = architectures_of(config), config.get("model_type")
     for name in names:
         if name in REFUSED:
             return f"{name} {REFUSED[name]}"
-        if name.startswith("DiffusionGemma"):
+    for name in (*names, str(model_type)):
+        if name.lower().replace("_", "").startswith("diffusiongemma"):
             return f"{name} {REFUSED['DiffusionGemmaForBlockDiffusion']}"
     for name in names:
         if _AUTOREGRESSIVE.search(name) and not any(_masks(config)):
             return f"{name} {AUTOREGRESSIVE}; known: {_known()}"
-    model_type = config.get("model_type")
     called = ", ".join(names) or (f"model type {model_type}" if model_type else "(none named)")
     return f"architecture {called} is not supported; known: {_known()}"
 

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -180,12 +181,14 @@ def _byte_counter(report: LoadReport) -> type:
             # Of its bars one counts bytes as they are written.
             self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
             self._done = 0
+            self._one_by_one = threading.Lock()  # files come in threads of their own
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             if self._counts:
-                self._done += int(n or 0)
-                report(LoadProgress("downloading", self._done, int(self.total or 0)))
+                with self._one_by_one:
+                    self._done += int(n or 0)
+                    report(LoadProgress("downloading", self._done, int(self.total or 0)))
 
     return Counter
 

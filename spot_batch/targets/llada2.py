@@ -23,6 +23,7 @@ from spot_batch.targets.attention import SlotAttention, slot_attention
 from spot_batch.targets.body import Body, Network, with_rope, without_memory
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.experts import best
+from spot_batch.targets.files import Fields
 from spot_batch.targets.shapes import Experts, Sizes
 
 
@@ -272,24 +273,24 @@ _NEEDED = (
 def llada2_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> Llada2Config:
     """A config.json, read; ModelError for a field that is missing, or of a model not offered."""
     config = with_rope(config, where)
-    missing = [name for name in _NEEDED if not isinstance(config.get(name), (int, float))]
+    missing = [name for name in _NEEDED if type(config.get(name)) not in (int, float)]
     if missing:
         raise ModelError(f"{where}: {', '.join(missing)} must be given, as numbers")
     for name, offered in _OFFERED.items():
         if config.get(name) not in (None, offered):
             raise ModelError(f"{where}: {name} {config[name]!r} is not supported")
-    experts = sizes.experts
+    experts, fields = sizes.experts, Fields(config, where)
     assert experts is not None, "its family has experts"
     read = Llada2Config(
         sizes=sizes,
         experts=experts,
-        rms_norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config["rope_theta"]),
-        rotary_dim=int(sizes.head_dim * config["partial_rotary_factor"]),
-        num_experts_per_tok=int(config["num_experts_per_tok"]),
-        num_groups=int(config["n_group"]),
-        num_kept_groups=int(config["topk_group"]),
-        routed_scaling_factor=float(config["routed_scaling_factor"]),
+        rms_norm_eps=fields.number("rms_norm_eps", above=0),
+        rope_theta=fields.number("rope_theta", above=0),
+        rotary_dim=int(sizes.head_dim * fields.number("partial_rotary_factor", above=0)),
+        num_experts_per_tok=fields.count("num_experts_per_tok"),
+        num_groups=fields.count("n_group"),
+        num_kept_groups=fields.count("topk_group"),
+        routed_scaling_factor=fields.number("routed_scaling_factor", above=0),
         library=Qwen3MoeConfig(
             hidden_size=sizes.hidden_size,
             intermediate_size=sizes.inner_size,

@@ -15,6 +15,7 @@ from spot_batch.targets.attention import ATTENTION_NAME, SlotAttention
 from spot_batch.targets.body import Body, Network, with_rope, without_memory
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.experts import best
+from spot_batch.targets.files import Fields
 from spot_batch.targets.shapes import Sizes
 
 
@@ -73,7 +74,7 @@ def qwen3_moe_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> 
     """A config.json as Qwen3-MoE's; how experts are chosen must be said."""
     assert sizes.experts is not None, "its family has experts"
     num_chosen, sums_to_one = config.get("num_experts_per_tok"), config.get("norm_topk_prob")
-    if not isinstance(num_chosen, int) or not 1 <= num_chosen <= sizes.experts.num_experts:
+    if type(num_chosen) is not int or not 1 <= num_chosen <= sizes.experts.num_experts:
         raise ModelError(
             f"{where}: num_experts_per_tok must be 1 to num_experts {sizes.experts.num_experts}, "
             f"got {num_chosen!r}"
@@ -95,7 +96,11 @@ def _common(config: Mapping[str, Any], sizes: Sizes, where: str) -> dict[str, An
     config = with_rope(config, where)
     if config.get("use_sliding_window"):
         raise ModelError(f"{where}: use_sliding_window is not supported")
-    theta = config.get("rope_theta", 10000.0)
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported")
+    read = Fields(config, where)
+    theta = read.number("rope_theta", above=0)
     return {
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
@@ -104,9 +109,9 @@ def _common(config: Mapping[str, Any], sizes: Sizes, where: str) -> dict[str, An
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
-        "hidden_act": config.get("hidden_act", "silu"),
+        "hidden_act": activation,
         "max_position_embeddings": sizes.max_context,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": read.number("rms_norm_eps", 1e-6, above=0),
         "attention_bias": sizes.has_attention_bias,
         "tie_word_embeddings": sizes.is_tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},

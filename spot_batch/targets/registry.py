@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from spot_batch.records import LoadReport, unreported
+from spot_batch.records import LoadReport, SamplingParams, unreported
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.families import Family, family_of
-from spot_batch.targets.files import read_json
+from spot_batch.targets.files import Fields, read_json
 from spot_batch.targets.hub import commit_of, locate, names_of, packaged_targets
 from spot_batch.targets.published import Published, published
 from spot_batch.targets.shapes import Sizes, misfits, read_sizes
@@ -98,7 +98,7 @@ def resolve_model(
     mask_id: int | None = None,
     report: LoadReport = unreported,
 ) -> ModelInfo:
-    """Look a target up: packaged, in a local folder or on the hub; its weights are here afterwards.
+    """Look a target up: packaged, a local folder or a hub id; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.
@@ -116,14 +116,15 @@ def describe_folder(
 ) -> ModelInfo:
     """What the small files of a folder say; weights need not be there."""
     folder = _Folder.read(target, path)
-    tokenizer, generation = folder.tokenizer, folder.generation
+    tokenizer = folder.tokenizer
     width, mask = folder.block_length(block_length), folder.mask_id(mask_id)
+    _check_texts(target, folder.ids, folder.sizes)
     stop_ids = folder.stop_ids(mask)
     forbidden = {mask, *range(folder.sizes.vocab_size)} - (set(folder.ids.values()) - {mask})
     pad = tokenizer.pad_token_id
-    if isinstance(pad, int) and pad not in stop_ids:
+    if isinstance(pad, int) and pad not in stop_ids and pad < folder.sizes.vocab_size:
         forbidden.add(pad)
-    temperature = _number(generation, "temperature", folder.family.temperature)
+    temperature, top_p, top_k = folder.sampling()
     return ModelInfo(
         name=target,
         path=path,
@@ -135,9 +136,9 @@ def describe_folder(
         stop_ids=stop_ids,
         forbidden_ids=tuple(sorted(forbidden)),
         has_chat_template=tokenizer.chat_template is not None,
-        temperature=0.0 if generation.get("do_sample") is False else temperature,
-        top_p=_number(generation, "top_p", 1.0),
-        top_k=int(_number(generation, "top_k", 0)),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
         threshold=_BUNDLED_THRESHOLD if target in packaged_targets() else folder.family.threshold,
         weight_hash="",
         tokenizer_hash=hash_files(
@@ -164,6 +165,7 @@ def describe_published(
         )
     )
     _check_mask(entry.name, mask, sizes)
+    _check_width(entry.name, width, sizes)
     sampling = entry.sampling
     return ModelInfo(
         name=entry.name,
@@ -191,9 +193,8 @@ def check_weights(info: ModelInfo) -> None:
     stored = {name: tensor.shape for name, tensor in read_headers(info.path).items()}
     wrong = misfits(stored, info.sizes, info.family)
     if wrong:
-        raise ModelError(
-            f"{info.path}: {len(wrong)} tensors do not fit the config, the first: {wrong[0]}"
-        )
+        many = "1 tensor does" if len(wrong) == 1 else f"{len(wrong)} tensors do"
+        raise ModelError(f"{info.path}: {many} not fit the config, the first: {wrong[0]}")
 
 
 def with_weight_hash(info: ModelInfo, *, report: LoadReport = unreported) -> ModelInfo:
@@ -238,24 +239,25 @@ class _Folder:
     def block_length(self, given: int | None) -> int:
         suffix = next((found for name in self.names if (found := _SUFFIX.search(name))), None)
         of_config = self.config.get("block_size", self.config.get("block_length"))
-        for value in (given, of_config):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ModelError(
-                    f"{self.target}: block length must be a whole number above 0, got {value!r}"
-                )
+        self._check_whole("block length", of_config)
         said = [
             ("the spec", given),
             ("config.json", of_config),
             ("the repository's name", int(suffix[1]) if suffix else None),
         ]
-        return _taken(self.target, "block length", said, self.family.block_length, self.notes)
+        width = _taken(self.target, "block length", said, self.family.block_length, self.notes)
+        _check_width(self.target, width, self.sizes)
+        return width
 
     def mask_id(self, given: int | None) -> int:
         entry = next((found for name in self.names if (found := published(name))), None)
+        of_config = self.config.get("mask_token_id")
+        self._check_whole("mask_token_id", of_config)
+        of_tokenizer = self.tokenizer.mask_token_id
         said = [
             ("the spec", given),
-            ("config.json", _whole(self.config.get("mask_token_id"))),
-            ("the tokenizer", _whole(self.tokenizer.mask_token_id)),
+            ("config.json", of_config),
+            ("the tokenizer", of_tokenizer if type(of_tokenizer) is int else None),
             ("the published checkpoint", entry.mask_id if entry is not None else None),
         ]
         mask = _taken(self.target, "mask id", said, self.family.mask_id, self.notes)
@@ -267,6 +269,30 @@ class _Folder:
         _check_mask(self.target, mask, self.sizes)
         return mask
 
+    def _check_whole(self, what: str, value: object) -> None:
+        if value is not None and type(value) is not int:
+            raise ModelError(
+                f"{self.target}: {what} of config.json must be a whole number, got {value!r}"
+            )
+
+    def sampling(self) -> tuple[float, float, int]:
+        """(temperature, top_p, top_k) of generation_config.json, else the family's and off."""
+        read = Fields(self.generation, f"{self.target}: generation_config.json")
+        temperature = read.number("temperature", self.family.temperature)
+        top_k = max(0, read.count("top_k", 0, least=-1))
+        try:
+            params = SamplingParams(
+                max_new_tokens=1,
+                temperature=temperature if read.flag("do_sample", True) else 0.0,
+                top_p=read.number("top_p", 1.0),
+                top_k=top_k,
+            )
+        except ValueError as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"{read.where}: {error}") from error
+        return params.temperature, params.top_p, params.top_k
+
     def _may_be_mask(self, mask: int) -> bool:
         """Whether an id is a row of the head that stands for no text that a model would write."""
         ordinary = set(self.ids) - set(self.tokenizer.get_added_vocab())
@@ -275,14 +301,26 @@ class _Folder:
     def stop_ids(self, mask: int) -> tuple[int, ...]:
         texts = self.family.stop_texts
         found = {self.ids[text] for text in texts if text in self.ids}
-        for value in (
-            self.generation.get("eos_token_id"),
-            self.config.get("eos_token_id"),
-            self.tokenizer.eos_token_id,
+        for source, value in (
+            ("generation_config.json", self.generation.get("eos_token_id")),
+            ("config.json", self.config.get("eos_token_id")),
+            ("the tokenizer", self.tokenizer.eos_token_id),
         ):
             for one in value if isinstance(value, list) else [value]:
-                if type(one) is int:
+                if one is None:
+                    continue
+                if type(one) is not int:
+                    raise ModelError(
+                        f"{self.target}: eos_token_id of {source} must be whole numbers, got "
+                        f"{value!r}"
+                    )
+                if 0 <= one < self.sizes.vocab_size:
                     found.add(one)
+                else:
+                    self.notes.append(
+                        f"{self.target}: stop id {one} of {source} is outside the vocabulary of "
+                        f"{self.sizes.vocab_size}"
+                    )
         if mask in found:
             self.notes.append(f"{self.target}: mask id {mask} is named as a stop id; it is none")
         absent = [text for text in texts if text not in self.ids]
@@ -318,10 +356,17 @@ def _check_mask(target: str, mask: int, sizes: Sizes) -> None:
         )
 
 
-def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
+def _check_width(target: str, width: int, sizes: Sizes) -> None:
+    if not 1 <= width <= sizes.max_context:
+        raise ModelError(
+            f"{target}: block length {width} must be from 1 to the context of {sizes.max_context}"
+        )
 
 
-def _number(values: Mapping[str, Any], name: str, default: float) -> float:
-    value = values.get(name)
-    return default if value is None else float(value)
+def _check_texts(target: str, ids: Mapping[str, int], sizes: Sizes) -> None:
+    highest = max(ids.values(), default=0)
+    if highest >= sizes.vocab_size:
+        raise ModelError(
+            f"{target}: the tokenizer has ids up to {highest}, the model a vocabulary of "
+            f"{sizes.vocab_size}"
+        )

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from spot_batch.targets.attention import padded_length
-from spot_batch.targets.block import meta_body
+from spot_batch.targets.block import check_network
 from spot_batch.targets.dtypes import ELEMENT_BYTES, Dtype, choose_dtype
 from spot_batch.targets.errors import ModelError
-from spot_batch.targets.files import read_json
 from spot_batch.targets.hub import download, find_cached, find_folder
 from spot_batch.targets.published import published
 from spot_batch.targets.registry import (
@@ -110,8 +109,7 @@ def describe_target(
         if path is None:
             path, source = download(target, revision=revision, with_weights=False), "hub"
     info = describe_folder(target, path, block_length=block_length, mask_id=mask_id)
-    config = path / "config.json"
-    meta_body(read_json(config), info.family, where=str(config))  # what loading would refuse
+    check_network(info)
     weights = _wanted(info)
     if has_weights(path) if source == "folder" else _is_complete(path):
         check_weights(info)

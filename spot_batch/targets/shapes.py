@@ -10,6 +10,9 @@ from typing import Any
 
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.families import Family
+from spot_batch.targets.files import Fields
+
+_MOST_PARTS = 1_000_000  # a config that says more is damaged, and would fill the memory here
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -51,53 +54,54 @@ class Sizes:
 
 def read_sizes(config: Mapping[str, Any], family: Family, where: str) -> Sizes:
     """The sizes of a config.json; ModelError names the field that is missing or of no use."""
-    if config.get("rope_scaling") is not None:
+    if not _is_plain_rope(config.get("rope_scaling")):
         raise ModelError(f"{where}: rope_scaling {config['rope_scaling']!r} is not supported")
     if config.get("quantization_config") is not None:
         raise ModelError(f"{where}: quantised weights are not supported")
-    read = _Fields(config, where)
+    read = Fields(config, where)
     num_layers, num_heads = read.count("num_hidden_layers"), read.count("num_attention_heads")
     num_kv_heads, hidden_size = read.count("num_key_value_heads"), read.count("hidden_size")
     if num_heads % num_kv_heads:
         raise ModelError(f"{where}: {num_heads} heads do not share {num_kv_heads} key heads evenly")
+    head_dim = read.count("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim must be even: its halves are rotated, got {head_dim}")
+    experts = _EXPERTS[family.name](read, num_layers)
+    num_parts = num_layers * (1 if experts is None else experts.num_experts)
+    if num_parts > _MOST_PARTS:
+        raise ModelError(f"{where}: {num_parts:,} layers or experts are more than any model has")
+    has_bias = read.flag("attention_bias")
     return Sizes(
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=read.count("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         inner_size=read.count("intermediate_size"),
         vocab_size=read.count("vocab_size"),
         max_context=read.count("max_position_embeddings"),
-        is_tied=bool(config.get("tie_word_embeddings")),
-        has_attention_bias=bool(config.get("attention_bias") or config.get("use_qkv_bias")),
-        has_output_bias=bool(config.get("attention_bias") or config.get("use_bias")),
-        experts=_EXPERTS[family.name](read, num_layers),
+        is_tied=read.flag("tie_word_embeddings"),
+        has_attention_bias=read.flag("use_qkv_bias") or has_bias,
+        has_output_bias=read.flag("use_bias") or has_bias,
+        experts=experts,
     )
 
 
-class _Fields:
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self._where = where
-
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self.config.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelError(
-                f"{self._where}: {name} must be a whole number of at least {least}, got {value!r}"
-            )
-        return value
+def _is_plain_rope(scaling: object) -> bool:
+    """Newer files spell out that nothing is scaled."""
+    if isinstance(scaling, Mapping):
+        return bool(scaling.get("rope_type", scaling.get("type")) == "default")
+    return scaling is None
 
 
-def _no_experts(read: _Fields, num_layers: int) -> None:
+def _no_experts(read: Fields, num_layers: int) -> None:
     return None
 
 
-def _qwen3_experts(read: _Fields, num_layers: int) -> Experts:
-    dense = read.config.get("mlp_only_layers") or ()
+def _qwen3_experts(read: Fields, num_layers: int) -> Experts:
+    dense = read.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ModelError(f"{read.where}: mlp_only_layers must be a list of layers, got {dense!r}")
     step = read.count("decoder_sparse_step", 1)
     return Experts(
         num_experts=read.count("num_experts"),
@@ -108,13 +112,13 @@ def _qwen3_experts(read: _Fields, num_layers: int) -> Experts:
     )
 
 
-def _llada2_experts(read: _Fields, num_layers: int) -> Experts:
+def _llada2_experts(read: Fields, num_layers: int) -> Experts:
     num_dense = read.count("first_k_dense_replace", 0, least=0)
     return Experts(
         num_experts=read.count("num_experts"),
         inner_size=read.count("moe_intermediate_size"),
         num_shared=read.count("num_shared_experts", 0, least=0),
-        has_bias=bool(read.config.get("moe_router_enable_expert_bias", True)),
+        has_bias=read.flag("moe_router_enable_expert_bias", True),
         sparse=tuple(layer >= num_dense for layer in range(num_layers)),
     )
 

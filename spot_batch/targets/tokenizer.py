@@ -34,10 +34,12 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         kind = Qwen2TokenizerFast
     else:
         raise ModelError(f"{path}: no tokenizer.json, and no vocab.json with merges.txt")
+    mask = _mask_spelled_right(path)
     try:
-        return kind.from_pretrained(path, local_files_only=True, **_mask_spelled_right(path))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded ({error})") from error
+        return kind.from_pretrained(path, local_files_only=True, **mask)
+    except Exception as error:  # of a damaged file its library raises just that
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{path}: the tokenizer cannot be loaded ({said})") from error
 
 
 def ids_of_texts(path: Path) -> dict[str, int]:
@@ -45,6 +47,19 @@ def ids_of_texts(path: Path) -> dict[str, int]:
 
     The tokenizer itself is not asked: it makes up ids for special tokens that no file knows.
     """
+    try:
+        ids = _ids_of_texts(path)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: the tokenizer's files cannot be read ({error!r})") from error
+    wrong = next((text for text, number in ids.items() if type(number) is not int), None)
+    if wrong is not None:
+        raise ModelError(f"{path}: the tokenizer's files give {wrong!r} the id {ids[wrong]!r}")
+    return ids
+
+
+def _ids_of_texts(path: Path) -> dict[str, int]:
     ids = dict(_vocabulary(path))
     for added in _json(path, "tokenizer.json").get("added_tokens") or ():
         ids[str(added["content"])] = int(added["id"])

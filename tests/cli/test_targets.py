@@ -116,9 +116,28 @@ def test_what_cannot_be_is_one_line(folder: Path, arguments: list[str], message:
 
 def test_a_network_that_could_not_be_loaded_is_told_by_its_field(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "mine", "llada2", score_function="softmax")
-    done = Done(["targets", "check", folder])
-    assert done.code == 2
-    assert "config.json: score_function 'softmax' is not supported" in done.wrong
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?"}\n')
+    for command in (["targets", "check", folder], ["validate", "-i", rows, "--model", folder]):
+        done = Done(command)
+        assert done.code == 2
+        assert "config.json: score_function 'softmax' is not supported" in done.wrong
+
+
+def test_messages_want_a_chat_template_that_can_be_read(folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "2 + 2?"}]}\n')
+    command = ["submit", "-i", rows, "--model", folder, "-o", tmp_path / "out"]
+    (folder / "chat_template.jinja").write_text("{% for x in %}")
+    broken = Done(command)
+    assert broken.code == 2
+    assert "the target's chat template cannot be read: line 1: " in broken.wrong
+    (folder / "chat_template.jinja").unlink()
+    missing = Done(command)
+    assert missing.code == 2
+    assert "column 'messages' needs a chat template; the target's tokenizer has none" in (
+        missing.wrong
+    )
 
 
 def test_missing_shards_are_told_by_check_and_by_validate(folder: Path, tmp_path: Path) -> None:
@@ -150,6 +169,34 @@ def test_validate_warns_once_and_says_what_it_took_from_the_checkpoint(
     )
     document = json.loads(Done([*arguments, "--json"]).shown)
     assert len(document["warnings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "threshold", "whose"),
+    [
+        ("sdar", 0.85, "the sdar family's"),
+        ("sdar-moe", 0.85, "the sdar-moe family's"),
+        ("llada2", 0.95, "the llada2 family's"),
+        ("bundled", 0.9, "the bundled targets'"),
+    ],
+)
+def test_an_open_threshold_is_the_familys_and_a_given_one_is_kept(
+    tmp_path: Path, family: str, threshold: float, whose: str
+) -> None:
+    bundled = family == "bundled"
+    model = "bundled" if bundled else write_checkpoint(tmp_path / "tiny", family)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?"}\n')
+    arguments = ["validate", "-i", rows, "--model", model]
+    arguments += ["--set", "generation.unmasking=threshold"]
+    done = Done(arguments)
+    assert f"threshold: all tokens above {threshold:g}, {whose}" in done.shown, done.wrong
+    document = json.loads(Done([*arguments, "--json"]).shown)
+    assert document["spec"]["generation"]["threshold"] == threshold
+    given = Done([*arguments, "--set", "generation.threshold=0.7"])
+    assert "threshold: all tokens above 0.7, the spec's" in given.shown
+    checked = json.loads(Done(["targets", "check", model, "--json"]).shown)
+    assert checked["threshold"] == threshold
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Level 1 on what we ship: the bundled target under its trained drafter, bit for bit draft-free."""
+"""Level 1 on what we ship: the bundled targets, their trained drafters, draft-free bit for bit."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.usefixtures("one_
 NUM_PROMPTS = 10
 NUM_TOKENS = 40
 TEMPERATURES = (0.0, 1.0)
-DTYPES = ("float32", "bfloat16")
+KINDS = (("bundled", "float32"), ("bundled", "bfloat16"), ("bundled-b16", "float32"))
 
 
 @cache
-def bundled(dtype: str) -> tuple[BlockTarget, Drafter]:
-    info = resolve_model("bundled")
+def bundled(name: str, dtype: str) -> tuple[BlockTarget, Drafter]:
+    info = resolve_model(name)
     drafter = load_drafter(choose_drafter("auto", info), block_length=info.block_length)
     assert drafter is not None
     return load_target(info, dtype=dtype), drafter
 
 
 @cache
-def draft_free(dtype: str, temperature: float) -> tuple[list[Request], list[Completion]]:
+def draft_free(name: str, dtype: str, temperature: float) -> tuple[list[Request], list[Completion]]:
     """The requests, and each decoded alone with nothing drafted."""
-    info = resolve_model("bundled")
+    info = resolve_model(name)
     params = SamplingParams(
         max_new_tokens=NUM_TOKENS,
         temperature=temperature,
@@ -43,10 +43,10 @@ def draft_free(dtype: str, temperature: float) -> tuple[list[Request], list[Comp
     )
     requests = make_requests(info, read_questions(None, limit=NUM_PROMPTS), params)
     settings = EngineSettings(max_sequences=1, budget=0)
-    return requests, decode_all(bundled(dtype)[0], None, settings, requests)
+    return requests, decode_all(bundled(name, dtype)[0], None, settings, requests)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
     "settings",
@@ -58,15 +58,15 @@ def draft_free(dtype: str, temperature: float) -> tuple[list[Request], list[Comp
     ids=["alone-D8", "7-gamma", "all-D4-no-crossing"],
 )
 def test_the_trained_drafter_changes_forwards_alone(
-    settings: EngineSettings, temperature: float, dtype: str, tally: Tally
+    settings: EngineSettings, temperature: float, name: str, dtype: str, tally: Tally
 ) -> None:
-    target, drafter = bundled(dtype)
-    requests, base = draft_free(dtype, temperature)
+    target, drafter = bundled(name, dtype)
+    requests, base = draft_free(name, dtype, temperature)
     found = decode_all(target, drafter, settings, requests)
     expected = {completion.sample_id: completion for completion in base}
     same = [same_sample(ours, expected[ours.sample_id]) for ours in found]
     for ours, agrees in zip(found, same, strict=True):
-        tally.add(same=agrees, what=(dtype, temperature, settings, ours.sample_id))
+        tally.add(same=agrees, what=(name, dtype, temperature, settings, ours.sample_id))
     assert all(same)
     forwards = [sum(one.stats.num_forwards for one in run) for run in (found, base)]
     assert forwards[0] < 0.7 * forwards[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ class Hub:
             self.downloads[name] += 1
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: not self._is_held, timeout=PATIENCE_S)
+
+
+def environment(home: Path, endpoint: str, *, offline: bool = False) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {
+        **kept,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_ETAG_TIMEOUT": "60",
+    }
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

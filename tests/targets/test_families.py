@@ -394,10 +394,10 @@ def without_an_expert(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, f"1 tensors do not fit the config.*{NORM} is missing"),
-        (with_another, r"1 tensors do not fit the config.*model\.layers\.1\.mlp\.odd\.weight"),
-        (of_another_shape, rf"1 tensors do not fit the config.*{NORM}.*\[65\]"),
-        (without_an_expert, r"1 tensors do not fit.*layers\.2\.mlp\.(experts\.7\.)?up_proj"),
+        (without, f"1 tensor does not fit the config.*{NORM} is missing"),
+        (with_another, r"1 tensor does not fit the config.*model\.layers\.1\.mlp\.odd\.weight"),
+        (of_another_shape, rf"1 tensor does not fit the config.*{NORM}.*\[65\]"),
+        (without_an_expert, r"1 tensor does not fit.*layers\.2\.mlp\.(experts\.7\.)?up_proj"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -444,6 +444,13 @@ def test_shards_that_are_missing_or_cut_short_are_named(family: str, tmp_path: P
         ("llada2", {"rotary_dim": 16}, "rotary_dim 16 is not the even part of head_dim"),
         ("llada2", {"score_function": "softmax"}, "score_function 'softmax' is not supported"),
         ("llada2", {"use_qkv_bias": True}, "use_qkv_bias True is not supported"),
+        ("sdar", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("sdar", {"rms_norm_eps": "x"}, "rms_norm_eps must be a number above 0, got 'x'"),
+        ("sdar", {"rope_theta": None}, "rope_theta must be a number above 0, got None"),
+        ("sdar", {"rope_parameters": [1]}, r"rope_parameters must be an object, got \[1\]"),
+        ("sdar-moe", {"mlp_only_layers": "x"}, "mlp_only_layers must be a list of layers"),
+        ("llada2", {"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
+        ("llada2", {"num_experts": 10**8}, "layers or experts are more than any model has"),
     ],
 )
 def test_configs_of_other_models_are_refused(

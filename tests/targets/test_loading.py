@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from spot_batch.records import LoadProgress
 from spot_batch.targets.block import load_target
-from spot_batch.targets.registry import resolve_model
-from tests.families import write_checkpoint
+from spot_batch.targets.registry import ModelError, resolve_model
+from tests.families import save_tensors, write_checkpoint
 
 NUM_SHARDS = 3
 
@@ -58,3 +61,27 @@ def test_the_copy_of_a_tied_head_that_is_left_out_counts_too(tmp_path: Path) -> 
     told: list[LoadProgress] = []
     load_target(resolve_model(str(folder)), report=told.append)
     assert_whole(told, stage="loading", total=num_stored_bytes(folder))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
+    folder = write_checkpoint(tmp_path / "model", "sdar")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_tensors(folder, tensors)
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight is not finite in float32: the file is damaged$"
+    ):
+        load_target(resolve_model(str(folder)))
+
+
+def test_a_weight_that_float16_cannot_hold_is_named(tmp_path: Path) -> None:
+    """float16 is what `auto` takes on a GPU without bfloat16 where float32 does not fit."""
+    folder = write_checkpoint(tmp_path / "model", "sdar", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_tensors(folder, tensors)
+    info = resolve_model(str(folder))
+    load_target(info, dtype="bfloat16")
+    with pytest.raises(ModelError, match=r"not finite in float16.*dtype must be wider"):
+        load_target(info, dtype="float16")

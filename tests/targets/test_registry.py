@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from spot_batch.targets.block import load_target
 from spot_batch.targets.registry import ModelError, load_tokenizer, resolve_model
-from tests.families import write_checkpoint
+from tests.families import save_tensors, write_checkpoint
 from tests.models import publish_tokenizer, write_target
 
 
@@ -190,6 +191,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
         ("Qwen3ForCausalLM", "Qwen3ForCausalLM is autoregressive: it has no mask id"),
         ("GPT2LMHeadModel", "GPT2LMHeadModel is autoregressive: it has no mask id"),
         ("DiffusionGemmaForBlockDiffusion", "starts from random tokens and replaces them"),
+        ("DiffusionGemmaForConditionalGeneration", "starts from random tokens and replaces them"),
         ("LLaDAModelLM", "is not offered yet: it attends to its whole canvas"),
         ("DreamModel", "is not offered yet: it attends to its whole canvas"),
         ("NovelModel", "NovelModel is not supported; known: LLaDA2MoeModelLM, SDARForCausalLM, "),
@@ -203,13 +205,30 @@ def test_an_architecture_that_is_not_ours_is_refused_with_the_reason(
         resolve_model(str(folder))
 
 
-@pytest.mark.parametrize("how", ["named", "said"])
-def test_a_model_that_edits_what_it_committed_is_refused(tmp_path: Path, how: str) -> None:
-    name = "LLaDA2.1-mini" if how == "named" else "mine"
-    changes = {} if how == "named" else {"editing_threshold": 0.5}
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("LLaDA2.1-mini", {}),
+        ("llada-2.2-flash", {}),
+        ("LLaDA2_1_mini", {}),
+        ("mine", {"editing_threshold": 0.5}),
+        ("mine", {"_name_or_path": "inclusionAI/LLaDA2.1-mini"}),
+        ("mine", {"model_type": "llada2_2_moe"}),
+    ],
+)
+def test_a_model_that_edits_what_it_committed_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, object]
+) -> None:
     folder = write_checkpoint(tmp_path / name, "llada2", **changes)
     with pytest.raises(ModelError, match=r"mask-to-token mode is not offered: take LLaDA2\.0"):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["LLaDA2.0-mini", "LLaDA2-16B", "LLaDA2.1/LLaDA2.0-mini"])
+def test_a_name_of_another_version_is_no_editing_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    folder = write_checkpoint(tmp_path / name, "llada2")
+    assert resolve_model(str(folder)).family.name == "llada2"
 
 
 def test_merged_weights_that_say_their_model_type_alone_are_llada2(tmp_path: Path) -> None:
@@ -223,6 +242,103 @@ def test_a_config_that_is_no_json_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "[]", r"config\.json: want a JSON object, got list"),
+        ("tokenizer.json", "[]", r"tokenizer\.json: want a JSON object, got list"),
+        ("tokenizer.json", "nothing", r"tokenizer\.json: cannot be read"),
+        ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}, "added_tokens": []}', "cannot be loaded"),
+        ("tokenizer_config.json", '{"mask_token": 3}', "the tokenizer cannot be loaded"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "tokenizer cannot be loaded"),
+        ("added_tokens.json", '{"<new>": "x"}', "the tokenizer's files give '<new>' the id 'x'"),
+        ("generation_config.json", "[]", "want a JSON object, got list"),
+        ("generation_config.json", '{"temperature": "hot"}', "must be a number, got 'hot'"),
+        ("generation_config.json", '{"temperature": -1}', "temperature must be 0 or from"),
+        ("generation_config.json", '{"top_p": 2}', "top_p must be from 1e-06 to 1, got 2"),
+        ("generation_config.json", '{"top_k": 1.5}', "top_k must be a whole number of at least -1"),
+        ("generation_config.json", '{"do_sample": "no"}', "do_sample must be true or false"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "must be whole numbers, got 'x'"),
+    ],
+)
+def test_a_small_file_that_is_of_no_use_is_one_sentence(
+    folder: Path, file: str, content: str, message: str
+) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        resolve_model(str(folder))
+    assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 0}, "block length 0 must be from 1 to the context of 1024"),
+        ({"block_size": 2048}, "block length 2048 must be from 1 to the context of 1024"),
+        ({"block_size": 8.0}, r"block length of config\.json must be a whole number, got 8\.0"),
+        ({"mask_token_id": "x"}, r"mask_token_id of config\.json must be a whole number, got 'x'"),
+        ({"mask_token_id": -1}, "mask id -1 is outside the vocabulary of 264"),
+        ({"vocab_size": 259, "mask_token_id": 3}, "ids up to 259, the model a vocabulary of 259"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"head_dim": 15}, "head_dim must be even: its halves are rotated, got 15"),
+        ({"num_hidden_layers": 10**8}, "100,000,000 layers or experts are more than any"),
+    ],
+)
+def test_a_field_of_the_config_that_cannot_be_is_named(
+    folder: Path, changes: dict[str, object], message: str
+) -> None:
+    change_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
+
+
+def test_a_name_that_says_a_block_length_of_nothing_is_refused(folder: Path) -> None:
+    change_config(folder, block_size=None)
+    none = folder.rename(folder.with_name("SDAR-tiny-Chat-b0"))
+    with pytest.raises(ModelError, match="block length 0 must be from 1 to the context"):
+        resolve_model(str(none))
+
+
+def test_an_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the folder has no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_named(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and no vocab\.json with merges"):
+        resolve_model(str(folder))
+
+
+def test_a_stop_id_beyond_the_vocabulary_is_left_out_and_warned_about(folder: Path) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=[258, 9999])
+    info = resolve_model(str(folder))
+    assert info.stop_ids == (256, 258)
+    assert info.warnings == (
+        f"{folder}: stop id 9999 of generation_config.json is outside the vocabulary of 264",
+    )
+
+
+def test_a_pad_that_the_tokenizer_made_up_is_no_row_of_the_head(folder: Path) -> None:
+    change_json(folder / "tokenizer_config.json", pad_token="<made-up>")
+    change_config(folder, vocab_size=260, eos_token_id=258)
+    tensors = load_file(folder / "model.safetensors")
+    cut = {"model.embed_tokens.weight", "lm_head.weight"}
+    save_tensors(
+        folder,
+        {name: each[:260].contiguous() if name in cut else each for name, each in tensors.items()},
+    )
+    info = resolve_model(str(folder))
+    assert info.forbidden_ids == (259,)
+    load_target(info)
+
+
+def test_rope_scaling_that_scales_nothing_is_no_scaling(folder: Path) -> None:
+    change_config(folder, rope_scaling={"rope_type": "default"})
+    resolve_model(str(folder))
 
 
 def test_a_mask_outside_the_vocabulary_is_refused(folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from spot_batch.targets.hub import download, find_folder
 from spot_batch.targets.registry import ModelError
 from spot_batch.targets.report import describe_target
 from tests.families import write_checkpoint
-from tests.targets.hub import GATED, MAIN, OLD, OPEN, Hub, files_of, serving
+from tests.targets.hub import GATED, MAIN, OLD, OPEN, Hub, environment, files_of, serving
 
 SCRIPT = """
 import json, sys
@@ -36,19 +35,6 @@ for target, revision in json.loads(sys.argv[1]):
 """
 SPOT_BATCH = Path(sys.executable).with_name("spot-batch")
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nobody listens
-
-
-def environment(home: Path, endpoint: str, *, offline: bool = False) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return {
-        **kept,
-        "HF_HOME": str(home),
-        "HF_ENDPOINT": endpoint,
-        "HF_HUB_OFFLINE": str(int(offline)),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_ETAG_TIMEOUT": "60",
-    }
 
 
 class Caller:

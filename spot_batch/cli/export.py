@@ -1,0 +1,106 @@
+"""`spot-batch export`: results for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spot_batch.cli.app import app, speaking_plainly
+
+if TYPE_CHECKING:
+    from spot_batch.store import JobDirectory
+    from spot_batch.store.export import ExportSpec
+
+
+@app.command()
+@speaking_plainly
+def export(
+    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file or folder to write.")
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option("--format", help="parquet, jsonl, hf, arrow-stream, openai-batch; by name."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--as", help="messages or prompt-completion: for training.")
+    ] = None,
+    group: Annotated[
+        bool, typer.Option("--group", help="One row an input row: its samples are lists.")
+    ] = False,
+    columns: Annotated[str, typer.Option(help="Comma-separated; all.")] = "",
+    where: Annotated[
+        str | None, typer.Option(help="Which rows, as in: finish_reason == 'stop'.")
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Of a running job: what is published, marked so.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Over what is there already.")] = False,
+    push: Annotated[
+        str | None, typer.Option("--push-to-hub", help="OWNER/NAME of a dataset repository.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="For everybody to see; private without it.")
+    ] = False,
+) -> int:
+    """Write results as Parquet, JSON lines, a saved dataset, an Arrow stream or batch responses."""
+    from typing import get_args
+
+    from spot_batch.store import JobDirectory
+    from spot_batch.store.export import ExportSpec, Format, Shape, format_of
+    from spot_batch.store.export import export as write
+
+    if (output is None) == (push is None):
+        raise ValueError("export wants a file or folder (-o), or a repository (--push-to-hub)")
+    for option, value, known in (
+        ("format", kind, get_args(Format)),
+        ("as", shape, get_args(Shape)),
+    ):
+        if value is not None and value not in known:
+            raise ValueError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
+    job = JobDirectory.open(out)
+    spec = ExportSpec(
+        format=kind or (format_of(output) if output is not None else "hf"),  # type: ignore[arg-type]
+        shape=shape,  # type: ignore[arg-type]
+        group=group,
+        columns=tuple(filter(None, columns.split(","))),
+        where=where,
+    )
+    if push is not None:
+        print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}")
+        return 0
+    assert output is not None
+    if output.exists() and not force:
+        raise ValueError(f"{output}: is there already; --force writes over it")
+    num_rows = write(job, output, spec, partial=partial)
+    mark = "" if job.is_complete else ", not complete"
+    print(f"{output}: {num_rows:,} rows ({spec.format}{mark})")
+    return 0
+
+
+def _pushed(
+    job: JobDirectory, spec: ExportSpec, repository: str, *, public: bool, partial: bool
+) -> str:
+    """Uploads the rows; private unless told otherwise. The job's card goes along as JOB.md."""
+    import tempfile
+
+    from huggingface_hub import HfApi
+
+    from spot_batch.store.export import as_dataset
+
+    if not job.is_complete and not partial:
+        raise ValueError(f"{job.root}: not complete yet; --partial pushes what is published")
+    with tempfile.TemporaryDirectory() as scratch:
+        dataset = as_dataset(job, spec, Path(scratch) / "rows.arrows")
+        dataset.push_to_hub(repository, private=not public)
+    api = HfApi()
+    api.upload_file(
+        path_or_fileobj=job.readme.read_bytes(),
+        path_in_repo="JOB.md",
+        repo_id=repository,
+        repo_type="dataset",
+    )
+    return f"{api.endpoint}/datasets/{repository}"

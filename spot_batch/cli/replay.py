@@ -1,0 +1,48 @@
+"""`spot-batch replay`: one published sample again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spot_batch.cli.app import Json, app, speaking_plainly
+
+
+@app.command()
+@speaking_plainly
+def replay(
+    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    row: Annotated[str, typer.Option(help="The row's custom_id.")],
+    sample: Annotated[int, typer.Option(help="Which of its samples.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Decode one published sample again, draft-free: identical, or the first difference."""
+    import json
+    from dataclasses import asdict
+
+    from spot_batch.cli.screen import Screen
+    from spot_batch.driver.progress import Exit
+    from spot_batch.driver.replay import replay as decode_again
+    from spot_batch.store import JobDirectory
+
+    again = decode_again(JobDirectory.open(out), row, sample_index=sample)
+    code = Exit.CHECK_FAILED if again.differing else Exit.COMPLETE
+    if as_json:
+        print(json.dumps(asdict(again)))
+        return code
+    screen = Screen()
+    if not again.differing:
+        screen.line(f"identical: {again.num_tokens} tokens")
+        return code
+    screen.line(f"differs in {', '.join(again.differing)}", style="bold yellow")
+    first = again.difference
+    if first is not None:
+        screen.line(
+            f"first at forward {first.forward}: token {first.token_id} at position "
+            f"{first.position} where {first.published_token_id} at {first.published_position} was "
+            f"published; ahead by {first.gap:g} ({first.kind})"
+        )
+    screen.quoted(again.generation)
+    return code

@@ -1,0 +1,26 @@
+"""Makes `format-1/`: a job directory as this version writes it, which every later one must open.
+
+Run it once a format, never again: python -m tests.data.make_format_1 FOLDER
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from spot_batch.store import compact, publish_segment
+from tests.store.jobs import make_job, make_outcomes, prompts
+
+
+def make(folder: Path) -> None:
+    """Six rows: the first part written with an error, the second half published as a segment."""
+    job = make_job(folder, prompts(6), output__rows_per_part=3)
+    publish_segment(job, make_outcomes(job, range(4), failed={1}))
+    compact(job, 0)
+    for path in (job.logs, job.control, job.tmp):
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
