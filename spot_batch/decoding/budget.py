@@ -10,7 +10,7 @@ second are samples a second. A root is worth one step, a drafted state its mass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ _WEIGHT_OF_PRIOR = 16.0
 _WEIGHT_OF_SAMPLE_PRIOR = 4.0
 _LEAST_KAPPA, _MOST_KAPPA = 0.5, 1.5
 _LEAST_SHARE = 0.02
+_KEY_STEP, _MOST_LOOKED_UP = 32, 1024
 _SLACK = 0.7
 """States of so much of the marginal price are grown too."""
 
@@ -111,18 +112,21 @@ class Prices:
     call_s: float
 
     @classmethod
-    def of(
-        cls, latency: LatencyTable, load: Load, seen: Mapping[int, float] | None = None
-    ) -> Prices:
-        """`seen`: by size, how many times as long as in the table forwards have taken."""
+    def of(cls, latency: LatencyTable, load: Load) -> Prices:
         slots = load.num_slots + np.arange(load.num_roots * (MOST_SLOTS + 2) + 1, dtype=np.float64)
-        forward_s = latency.forwards(slots, load.num_keys)
-        if seen:
-            sizes = sorted(seen)
-            forward_s = forward_s * np.interp(slots, sizes, [seen[size] for size in sizes])
         once_s = latency.visit(load.num_roots, load.noisy)
         more_s = max(0.0, latency.visit(load.num_roots + 1, load.noisy) - once_s)
+        forward_s = latency.forwards(slots, load.num_keys)
         return cls(load, forward_s, once_s, more_s, latency.visit(1, load.noisy))
+
+    def times(self, seen: Mapping[int, float]) -> Prices:
+        """`seen`: by size, how many times as long as in the table forwards have taken."""
+        if not seen:
+            return self
+        sizes = sorted(seen)
+        slots = self.load.num_slots + np.arange(len(self.forward_s))
+        ratio = np.interp(slots, sizes, [seen[size] for size in sizes])
+        return replace(self, forward_s=self.forward_s * ratio)
 
     @property
     def rate(self) -> float:
@@ -196,6 +200,7 @@ class Budget:
     _all: _Evidence = field(default_factory=lambda: _Evidence(_WEIGHT_OF_PRIOR, _WEIGHT_OF_PRIOR))
     _of_row: dict[int, _Evidence] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
+    _looked_up: dict[Load, Prices] = field(default_factory=dict)
 
     def begin(self, load: Load) -> bool:
         """Whether to ask the drafter at all in this round."""
@@ -205,7 +210,13 @@ class Budget:
                 self._until_probe = min(self._until_probe, 0)
             if self._until_probe > 0:
                 return False
-        self._prices = Prices.of(self.latency, load, self._seen)
+        # A few keys more or less change little, and looking up takes longer than deciding.
+        alike = replace(load, num_keys=round(load.num_keys / _KEY_STEP) * _KEY_STEP)
+        if alike not in self._looked_up:
+            if len(self._looked_up) >= _MOST_LOOKED_UP:
+                self._looked_up.clear()
+            self._looked_up[alike] = Prices.of(self.latency, alike)
+        self._prices = self._looked_up[alike].times(self._seen)
         self._floor = self._prices.floor
         self._spent_s, self._num_waves = 0.0, 0
         return True

@@ -123,9 +123,8 @@ def test_a_drafter_that_does_not_pay_is_asked_every_64_rounds() -> None:
 
 
 def test_one_that_pays_again_is_asked_in_every_round() -> None:
-    budget = Budget(linear(1e-3, 1.0, draft=0.1))
-    rounds(budget, 10, [chain(0.9)] * 8)
-    budget.latency = linear(10.0, 1e-3, draft=0.1)
+    budget = Budget(linear(10.0, 1e-3, draft=1.0))
+    assert rounds(budget, 10, [chain(0.01)] * 8) == 1
     assert rounds(budget, 64, [chain(0.9)] * 8) < 64
     assert rounds(budget, 20, [chain(0.9)] * 8) == 20
 
