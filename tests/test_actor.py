@@ -19,6 +19,7 @@ from spot_batch.targets.numerics import NumericsMismatch
 from tests.driver.jobs import begin, prompts, small_spec, write_rows
 
 SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
+AUTO: Mapping[str, object] = {"engine.max_sequences": 1, "speculation.budget": "auto"}
 
 
 def make_job(
@@ -183,7 +184,7 @@ def test_a_stop_text_cuts_the_generation(tmp_path: Path) -> None:
 
 
 def test_a_latency_table_is_measured_once_for_a_kind_of_device(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(1), {"engine.max_sequences": 1})
+    job = make_job(tmp_path, prompts(1), AUTO)
     with acting(job):
         pass
     (first,) = job.spot.glob("latency-*.json")
@@ -191,14 +192,14 @@ def test_a_latency_table_is_measured_once_for_a_kind_of_device(tmp_path: Path) -
     with acting(job, 1):
         pass
     assert [path.read_bytes() for path in job.spot.glob("latency-*.json")] == [before]
-    fixed = make_job(tmp_path / "fixed", prompts(1), {"speculation.budget": 2})
+    fixed = make_job(tmp_path / "fixed", prompts(1))
     with acting(fixed):
         pass
     assert not list(fixed.spot.glob("latency-*.json"))
 
 
 def test_a_broken_latency_table_is_named(tmp_path: Path) -> None:
-    job = make_job(tmp_path, prompts(1), {"engine.max_sequences": 1})
+    job = make_job(tmp_path, prompts(1), AUTO)
     with acting(job):
         pass
     (table,) = job.spot.glob("latency-*.json")

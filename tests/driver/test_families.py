@@ -62,7 +62,8 @@ def test_a_job_on_a_small_checkpoint_needs_no_draft(
         )
     )
     command = [*what, "-i", str(rows), "--model", str(model), "--max-new-tokens", "40"]
-    drafted = submit([*command, "-o", "drafted", "--actors", "2"], tmp_path)
+    drafts = ["-o", "drafted", "--actors", "2", "--set", "speculation.budget=4"]
+    drafted = submit([*command, *drafts], tmp_path)
     free = ["-o", "free", "--actors", "1", "--set", "speculation.budget=0"]
     submit([*command, *free], tmp_path)
     assert data_hash(tmp_path / "drafted") == data_hash(tmp_path / "free")
