@@ -7,20 +7,24 @@ import sys
 from pathlib import Path
 
 import datasets
+import duckdb
+import pandas
 import polars
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
 import yaml
+from pyarrow import feather
 
 import spot_batch
 from spot_batch.records import RunFacts
 from spot_batch.store import JobDirectory, OutputError, compact, finalize, publish_segment
 from spot_batch.store.card import describe_check
+from spot_batch.store.files import sha256_of
 from tests.store.jobs import make_job, make_outcomes, prompts
 from tests.store.test_parts import hurtful_table
 
-ROWS = 24
+ROWS = 100
 
 
 def finished(root: Path, source: object, *, rows_per_part: int, failed: set[int]) -> JobDirectory:
@@ -30,7 +34,7 @@ def finished(root: Path, source: object, *, rows_per_part: int, failed: set[int]
     return job
 
 
-@pytest.fixture(scope="module", params=[ROWS, 2], ids=["one part", "many parts"])
+@pytest.fixture(scope="module", params=[ROWS, 2], ids=["one part", "fifty parts"])
 def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> JobDirectory:
     return finished(
         tmp_path_factory.mktemp("job"),
@@ -70,6 +74,22 @@ def test_polars_scans_the_data(job: JobDirectory) -> None:
     read = polars.scan_ipc(str(job.data / "*.arrow")).collect()
     assert read["row_index"].to_list() == WANT
     assert read["usage"].struct.field("prompt_tokens").to_list() == [7] * len(WANT)
+
+
+def test_duckdb_queries_the_data(job: JobDirectory) -> None:
+    rows = pyarrow.dataset.dataset(job.data, format="ipc")
+    found = duckdb.sql("select row_index, deep.b.c from rows where maybe is null order by 1")
+    want = [(row, row / 7 if row % 4 else None) for row in WANT if row % 3 == 0]
+    assert found.fetchall() == want
+    del rows
+
+
+def test_pandas_and_feather_read_each_part(job: JobDirectory) -> None:
+    parts = sorted(job.data.glob("*.arrow"))
+    frames = [pandas.read_feather(path) for path in parts]
+    assert [row for frame in frames for row in frame["row_index"]] == WANT
+    tables = [feather.read_table(path, memory_map=True) for path in parts]
+    assert [row for table in tables for row in table["row_index"].to_pylist()] == WANT
 
 
 def test_load_gives_a_dataset_of_each_kind(job: JobDirectory) -> None:
@@ -114,6 +134,25 @@ def test_a_job_that_still_runs_is_loaded_only_on_demand(tmp_path: Path) -> None:
     assert spot_batch.load(job.root, partial=True)["row_index"][:] == [3, 5]
     read = datasets.load_dataset(str(job.root), cache_dir=str(tmp_path / "cache"))
     assert read["train"]["row_index"] == [3, 5]
+
+
+def test_data_opens_on_the_way_and_published_parts_stay(tmp_path: Path) -> None:
+    """At a quarter, half and three quarters of a job, and at its end."""
+    job = make_job(tmp_path, hurtful_table(40), output__rows_per_part=5)
+    seen: dict[str, str] = {}
+    for done in (10, 20, 30, 40):
+        publish_segment(job, make_outcomes(job, range(done - 10, done), failed={3, 17}))
+        for part in range(done // 5):
+            compact(job, part)
+        if done == 40:
+            finalize(job, check=None, facts=None)
+        read = datasets.load_dataset(str(job.root), cache_dir=str(tmp_path / f"cache-{done}"))
+        want = [row for row in range(done) if row not in (3, 17)]
+        assert read["train"]["row_index"][:] == want
+        now = {path.name: sha256_of(path) for path in job.data.iterdir()}
+        assert seen.items() <= now.items()
+        seen = now
+    assert len(seen) == 8
 
 
 def test_an_unknown_kind_of_result_is_refused(job: JobDirectory) -> None:
