@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.actor import Actor, ActorInfo
+from spot_batch.actor import Actor
 from spot_batch.driver.fleet import RemoteActor
 from spot_batch.driver.progress import Exit, Silent
 from spot_batch.driver.run import run_job
+from spot_batch.records import LoadReport
 from spot_batch.store import JobDirectory, acquire_driver_lease
 from tests.driver.jobs import group_of
 from tests.driver.pool import FACTS, FORK, KillAt, drive, load_stand_in, nothing, wait_gone
@@ -29,14 +30,13 @@ STEP_FILE = "kill-step"  # beside the job: what an actor on Ray is told of it
 class KilledRemote(RemoteActor):
     """An actor with the stand-in engine, killed where the file beside the job says so."""
 
-    def load(self) -> ActorInfo:
+    def make(self, report: LoadReport) -> Actor:
         folder = Path(self._out).parent
         reach: Callable[[str], None] = nothing
         if (folder / STEP_FILE).exists():
             step, nth = (folder / STEP_FILE).read_text().split()
             reach = KillAt(step, int(nth), folder / "spent")
-        self._actor = Actor(Path(self._out), self._index, load=load_stand_in, reach=reach)
-        return self._actor.info
+        return Actor(Path(self._out), self._index, load=load_stand_in, reach=reach, report=report)
 
 
 @pytest.fixture(scope="module")
