@@ -286,8 +286,9 @@ def jobs(
 ) -> None:
     """List the packaged specs, or print one."""
     if name is None:
+        width = max(len(spec.stem) for spec in specs.packaged())
         for spec in specs.packaged():
-            print(f"{spec.stem:<12} {spec if path else specs.about(spec)}")
+            print(f"{spec.stem:<{width}}  {spec if path else specs.about(spec)}")
         return
     found = specs.find(name)
     if found not in specs.packaged():

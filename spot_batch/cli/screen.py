@@ -20,10 +20,11 @@ from rich.text import Text
 from spot_batch.driver.progress import describe, describe_load, describe_loads
 from spot_batch.job import redacted
 from spot_batch.records import Heartbeat, LoadProgress, Receipt
+from spot_batch.store.card import describe_check
 
 if TYPE_CHECKING:
     from spot_batch.driver.plan import JobPlan
-    from spot_batch.store import JobDirectory, Summary
+    from spot_batch.store import JobDirectory, Summary, Totals
 
 PLAIN_LINE_S = 30.0
 LOAD_QUIET_S, LOAD_LINE_S = 3.0, 10.0
@@ -230,10 +231,12 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
 
 def _unmasking(plan: JobPlan) -> str:
     given = plan.spec.generation
-    threshold = f"{given.threshold:g}, {plan.threshold_of}"
-    if given.unmasking == "single":
-        return f"single: one token a forward (the threshold, {threshold}, is not in use)"
-    return f"threshold: all tokens above {threshold}"
+    if given.unmasking == "threshold":
+        return f"threshold: all tokens above {given.threshold:g}, {plan.threshold_of}"
+    text = "single: one token a forward"
+    if given.threshold != plan.info.threshold:
+        text += f" (the threshold, {given.threshold:g}, {plan.threshold_of}, is not in use)"
+    return text
 
 
 def _faults(plan: JobPlan) -> str:
@@ -241,6 +244,13 @@ def _faults(plan: JobPlan) -> str:
     if not pinned.num_faults:
         return ""
     return f"; {pinned.num_faults:,} rows are unusable, the first: {pinned.faults[0]}"
+
+
+def _saved(totals: Totals) -> str:
+    saved = totals.num_draft_free_forwards - totals.num_forwards
+    if saved < 0:
+        return f"{-saved:,} more, since what is made again after a stop counts twice"
+    return f"{saved:,} saved ({100 * totals.forwards_saved:.1f} %)"
 
 
 def resume_command(out: Path) -> str:
@@ -275,26 +285,22 @@ def show_results(
     tokens = f"{totals.num_tokens:,}"
     if heartbeat is not None and heartbeat.tokens_per_s > 0:
         tokens += f", {heartbeat.tokens_per_s:,.0f} a second"
-    saved = totals.num_draft_free_forwards - totals.num_forwards
     facts = [
         ("rows", rows),
         ("tokens", tokens),
         (
             "forwards",
             f"{totals.num_forwards:,} where draft-free decoding takes "
-            f"{totals.num_draft_free_forwards:,}: {saved:,} saved "
-            f"({100 * totals.forwards_saved:.1f} %)",
+            f"{totals.num_draft_free_forwards:,}: {_saved(totals)}",
         ),
     ]
     if summary.check is not None:
         check = summary.check
-        facts.append(
-            (
-                "check",
-                f"{check.num_compared:,} samples decoded again draft-free, "
-                f"{check.num_differed:,} differ",
-            )
+        compared = (
+            f"{check.num_compared:,} samples decoded again draft-free, "
+            f"{check.num_differed:,} differ"
         )
+        facts.append(("check", compared if check.num_compared else describe_check(check)))
     where = str(job.root)
     ways = [
         f"spot_batch.load({where!r})",

@@ -22,17 +22,20 @@ app.add_typer(targets, name="targets")
 @targets.command("list")
 @speaking_plainly
 def list_targets(as_json: Json = False) -> None:
-    """The families, the published checkpoints, and who is refused and why. Needs no network."""
+    """The families, packaged and published targets, and who is refused and why. No network."""
     from spot_batch.cli.screen import Screen
     from spot_batch.targets.families import AUTOREGRESSIVE, EDITING, FAMILIES, REFUSED
     from spot_batch.targets.published import published_names
+    from spot_batch.targets.registry import packaged_targets
     from spot_batch.targets.report import describe_target
 
+    packaged = [describe_target(name) for name in packaged_targets()]
     found = [describe_target(name) for name in published_names()]
     refused = {**REFUSED, "LLaDA2.1, LLaDA2.2": EDITING, "other ...ForCausalLM": AUTOREGRESSIVE}
     if as_json:
         document = {
             "families": [asdict(family) for family in FAMILIES.values()],
+            "packaged": [_document(each) for each in packaged],
             "published": [_document(each) for each in found],
             "refused": refused,
         }
@@ -41,12 +44,12 @@ def list_targets(as_json: Json = False) -> None:
     screen = Screen()
     for family in FAMILIES.values():
         screen.line(f"{family.name}: {family.architecture}", style="bold")
-        for each in found:
-            info = each.info
+        for each in (*packaged, *found):
+            info, millions = each.info, each.weights.num_parameters / 1e6
             if info.family == family:
+                count = f"{millions:>6.2f}M" if millions < 100 else f"{millions / 1e3:>6.2f}B"
                 screen.line(
-                    f"  {info.name:<34} block length {info.block_length:>2}, "
-                    f"{each.weights.num_parameters / 1e9:>6.2f}B parameters, "
+                    f"  {info.name:<34} block length {info.block_length:>2}, {count} parameters, "
                     f"{size(each.weights.num_bytes):>9}, KV {info.sizes.kv_bytes(2):>7,} bytes a "
                     "token"
                 )

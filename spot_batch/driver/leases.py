@@ -64,6 +64,11 @@ class LeasePool:
     def done(self) -> bool:
         return not self.num_unlent and not self.num_lent
 
+    def add_audits(self, sample_ids: Sequence[int]) -> None:
+        """More to decode again: they go out after those that wait already."""
+        self._audits.extend(sample_ids)
+        self._num_audits += len(sample_ids)
+
     def runs_alone(self, actor: int) -> bool:
         """Whether the actor holds nothing but suspects."""
         loan = self._loans.get(actor)

@@ -25,6 +25,7 @@ class Exit(IntEnum):
 
 
 ENDED: tuple[State, ...] = ("complete", "stopped", "failed")
+AT_REST = (*ENDED, "not running", "damaged")  # the states in which `status` may find a job too
 
 LOAD_STAGES: dict[LoadStage, str] = {
     "waiting": "waiting for another process's download",
@@ -168,16 +169,19 @@ def describe(heartbeat: Heartbeat) -> str:
     share = (
         100.0 * heartbeat.num_durable / heartbeat.num_samples if heartbeat.num_samples else 100.0
     )
-    eta = describe_seconds(heartbeat.eta_s) if heartbeat.eta_s is not None else "-"
-    return " · ".join(
-        (
-            f"rows {heartbeat.num_durable:,}/{heartbeat.num_samples:,} ({share:.1f} %) durable",
-            f"in flight {heartbeat.num_in_flight:,}",
-            f"errors {heartbeat.num_errors:,}",
-            f"{heartbeat.tokens_per_s:,.0f} tokens/s",
-            f"accepted drafts {heartbeat.accepted_per_forward:.2f} a forward",
-            f"forwards saved {heartbeat.num_forwards_saved:,} ({heartbeat.forwards_ratio:.2f}x)",
-            f"ETA {eta}",
-            f"actors {heartbeat.num_actors}/{heartbeat.num_actors_wanted}",
-        )
-    )
+    at_rest = heartbeat.state in AT_REST
+    parts = [f"rows {heartbeat.num_durable:,}/{heartbeat.num_samples:,} ({share:.1f} %) durable"]
+    if not at_rest:
+        parts.append(f"in flight {heartbeat.num_in_flight:,}")
+    parts.append(f"errors {heartbeat.num_errors:,}")
+    if heartbeat.tokens_per_s or not at_rest:
+        parts.append(f"{heartbeat.tokens_per_s:,.0f} tokens/s")
+    parts += [
+        f"accepted drafts {heartbeat.accepted_per_forward:.2f} a forward",
+        f"forwards saved {heartbeat.num_forwards_saved:,} ({heartbeat.forwards_ratio:.2f}x)",
+    ]
+    if not at_rest:
+        eta = describe_seconds(heartbeat.eta_s) if heartbeat.eta_s is not None else "-"
+        parts.append(f"ETA {eta}")
+        parts.append(f"actors {heartbeat.num_actors}/{heartbeat.num_actors_wanted}")
+    return " · ".join(parts)

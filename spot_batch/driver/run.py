@@ -55,6 +55,7 @@ from spot_batch.store import (
     compare_audits,
     fault_of_parts,
     finalize,
+    incomparable_ids,
     publish_segment,
     scan,
     write_heartbeat,
@@ -184,6 +185,7 @@ def run_job(
         with stop_on_signals(stop):
             if run.has_work:
                 # Ray puts a handler of its own on SIGTERM: ours goes back on top.
+                run.say_starting()
                 with workplace(job) as place, stop_on_signals(stop):
                     run.keep_actors_busy(place)
             return run.end()
@@ -242,16 +244,11 @@ class _Run:
         published = scan(job, verify=True)
         self._durable = published.data
         self._audited = published.audits
-        spec = job.spec.equivalence
-        self._audits = audit_sample_ids(
-            job.num_samples,
-            fraction=spec.audit_fraction,
-            min_rows=spec.min_rows,
-            fingerprint=job.fingerprint,
-        )
+        self._incomparable = incomparable_ids(job)
+        self._audits = self._choose_audits()
         self._pool = LeasePool(
             pending=published.data.gaps(job.num_samples),
-            audits=[each for each in self._audits if each not in published.audits],
+            audits=sorted(each for each in self._audits if each not in published.audits),
             deaths_alone=max(1, job.spec.failure.row_attempts - 1),
         )
         self._meter = Meter(published.totals)
@@ -269,6 +266,10 @@ class _Run:
     def has_work(self) -> bool:
         return not self._pool.done
 
+    def say_starting(self) -> None:
+        """Before Ray starts, which takes a while."""
+        self._heartbeat("starting", now=True)
+
     def keep_actors_busy(self, place: Workplace) -> None:
         """Lend, collect, compact, until all is published or somebody or something says stop."""
         self._fleet = fleet = place.crew(self._job, num_pending=self._pool.num_unlent)
@@ -276,7 +277,7 @@ class _Run:
         self._event("started", num_actors=fleet.num_wanted, num_durable=len(self._durable))
         self._heartbeat("starting", now=True)
         self._job.reach("driver.started")
-        while not self._pool.done and not self._stop and self._halt is None:
+        while self._goes_on() and not self._stop and self._halt is None:
             fleet.start_missing()
             for member, answer in fleet.wait(POLL_S):
                 self._take(fleet, member, answer)
@@ -288,6 +289,33 @@ class _Run:
         for member, answer in fleet.stop(STOP_GRACE_S):
             self._record(member, answer.receipts)
         compaction.wait()
+
+    def _goes_on(self) -> bool:
+        """Whether work is left, audits included that only now turn out to be needed."""
+        if self._pool.done:
+            self._audit_others()
+        return not self._pool.done
+
+    def _choose_audits(self) -> frozenset[int]:
+        spec = self._job.spec.equivalence
+        return frozenset(
+            audit_sample_ids(
+                self._job.num_samples,
+                fraction=spec.audit_fraction,
+                min_rows=spec.min_rows,
+                fingerprint=self._job.fingerprint,
+                passed_over=self._incomparable,
+            )
+        )
+
+    def _audit_others(self) -> None:
+        """In place of audited samples that turned out to be error rows: the next ones by hash."""
+        before, self._incomparable = self._incomparable, incomparable_ids(self._job)
+        if len(self._incomparable) == len(before):
+            return
+        further = self._choose_audits() - self._audits
+        self._audits |= further
+        self._pool.add_audits([each for each in sorted(further) if each not in self._audited])
 
     def end(self) -> JobResult:
         """The check, the card and the verdict; or the stop, where work is left."""

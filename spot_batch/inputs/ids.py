@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+from collections.abc import Container
 
 
 def noise_key(seed: int, custom_id: str, sample_index: int) -> int:
@@ -16,9 +17,17 @@ def noise_key(seed: int, custom_id: str, sample_index: int) -> int:
 
 
 def audit_sample_ids(
-    num_samples: int, *, fraction: float, min_rows: int, fingerprint: str
+    num_samples: int,
+    *,
+    fraction: float,
+    min_rows: int,
+    fingerprint: str,
+    passed_over: Container[int] = (),
 ) -> tuple[int, ...]:
-    """The samples to decode again draft-free, chosen by hash: nothing that ran can sway it."""
+    """The samples to decode again draft-free, chosen by hash: nothing that ran can sway it.
+
+    Where one cannot be compared (`passed_over`), the next by hash takes its place.
+    """
     count = min(num_samples, max(min_rows, math.ceil(num_samples * fraction)))
     if count == 0 or fraction == 0.0:
         return ()
@@ -28,4 +37,5 @@ def audit_sample_ids(
         data = sample_id.to_bytes(8, "little")
         return hashlib.blake2b(data, digest_size=8, key=key, person=b"spot-audit").digest()
 
-    return tuple(sorted(heapq.nsmallest(count, range(num_samples), key=drawn)))
+    eligible = (each for each in range(num_samples) if each not in passed_over)
+    return tuple(sorted(heapq.nsmallest(count, eligible, key=drawn)))

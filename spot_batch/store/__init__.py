@@ -3,7 +3,7 @@
 Pure pyarrow, numpy and the standard library; `datasets` is loaded by `load` only.
 """
 
-from spot_batch.store.check import compare_audits
+from spot_batch.store.check import compare_audits, incomparable_ids
 from spot_batch.store.directory import (
     JobDirectory,
     OutputError,
@@ -44,6 +44,7 @@ __all__ = [
     "delete_covered_segments",
     "fault_of_parts",
     "finalize",
+    "incomparable_ids",
     "load",
     "publish_segment",
     "read_driver",

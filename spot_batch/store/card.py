@@ -135,6 +135,8 @@ def _check(summary: Summary) -> str:
 
 def describe_check(check: CheckResult) -> str:
     """One sentence: how many samples were compared, and how many differed."""
+    if not check.num_compared:
+        return "No sample was compared: none has both a completion and its draft-free decode."
     text = (
         f"{check.num_compared} samples, chosen by hash, were decoded again draft-free: "
         f"{check.num_differed} differed."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 
 from spot_batch.records import CheckResult
 from spot_batch.store.directory import JobDirectory
+from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.scan import read_part
 from spot_batch.store.schema import ERROR, SAMPLE_ID
 from spot_batch.store.segments import BadSegment, list_segments, read_segment
@@ -34,6 +36,24 @@ def compare_audits(job: JobDirectory) -> CheckResult:
         num_differed=len(differing),
         differing=tuple(sorted(differing)),
     )
+
+
+def incomparable_ids(job: JobDirectory) -> IntervalSet:
+    """Samples that stand in errors/ so far, and those whose audit failed."""
+    failed = IntervalSet()
+    for part in range(job.num_parts):
+        path = job.errors / job.part_name(part)
+        if path.exists() and read_part(job, part) is not None:
+            with pa.memory_map(str(path)) as source:
+                table = pa.ipc.open_file(source).read_all().select(["row_index", "sample_index"])
+            n = job.spec.generation.n
+            rows, samples = table["row_index"].to_pylist(), table["sample_index"].to_pylist()
+            failed.add_many(row * n + sample for row, sample in zip(rows, samples, strict=True))
+    for folder in (job.segments, job.audit):
+        for batch in _segments(job, folder, with_errors=True):
+            ids, errors = batch[SAMPLE_ID].to_pylist(), batch[ERROR].is_valid().to_pylist()
+            failed.add_many(each for each, bad in zip(ids, errors, strict=True) if bad)
+    return failed
 
 
 def _published(job: JobDirectory, sample_ids: list[int]) -> Iterator[tuple[int, dict[str, object]]]:
@@ -73,14 +93,26 @@ def _from_part(
 
 
 def _segment_rows(job: JobDirectory, *, audits: bool) -> Iterator[dict[str, object]]:
-    for path in list_segments(job.audit if audits else job.segments):
-        try:
-            _, batch = read_segment(path, fingerprint=job.fingerprint, num_samples=job.num_samples)
-        except (BadSegment, FileNotFoundError):  # `scan` has warned of it
-            continue
+    """The compared columns of every completion in the segments, or in the audits."""
+    for batch in _segments(job, job.audit if audits else job.segments):
         prefix = "" if audits else job.spec.output.prefix
         names = [prefix + name for name in COMPARED if prefix + name in batch.schema.names]
         columns = [SAMPLE_ID, ERROR, *names]
         for row in batch.select(columns).to_pylist():
             if row[ERROR] is None:
                 yield row
+
+
+def _segments(
+    job: JobDirectory, folder: Path, *, with_errors: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """The segments that count; `with_errors` leaves out those without an error row."""
+    for path in list_segments(folder):
+        try:
+            info, batch = read_segment(
+                path, fingerprint=job.fingerprint, num_samples=job.num_samples
+            )
+        except (BadSegment, FileNotFoundError):  # `scan` has warned of it
+            continue
+        if not with_errors or info.totals.num_errors:
+            yield batch

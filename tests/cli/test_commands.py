@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,11 +16,19 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_batch.cli import app, running, specs
-from spot_batch.cli.screen import JobScreen, LoadLines, Screen, printable
+from spot_batch.cli.screen import JobScreen, LoadLines, Screen, printable, show_results
 from spot_batch.job import load_spec
-from spot_batch.records import ActorLoading, Heartbeat, LoadProgress
-from spot_batch.store import DriverAlive, JobDirectory, acquire_driver_lease, write_heartbeat
+from spot_batch.records import ActorLoading, CheckResult, Heartbeat, LoadProgress
+from spot_batch.store import (
+    DriverAlive,
+    JobDirectory,
+    acquire_driver_lease,
+    finalize,
+    publish_segment,
+    write_heartbeat,
+)
 from tests.driver.jobs import begin
+from tests.store.jobs import make_outcomes
 
 
 class Done:
@@ -347,3 +356,19 @@ def test_another_job_begun_while_following_is_a_conflict_and_not_its_exit_code(
     done = Done(["submit", "-i", rows, "-o", out])
     assert done.code == 2
     assert "(directory) != " in done.wrong
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"), [(75, "25 saved (25.0 %)"), (103, "3 more, since what is made again")]
+)
+def test_forwards_made_again_after_a_stop_are_not_called_saved(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: int, said: str
+) -> None:
+    job, _ = begin(tmp_path / "out", load_spec(None, {"input.source": str(rows)}))
+    publish_segment(job, make_outcomes(job, range(5)))
+    done = finalize(job, check=CheckResult(num_compared=0, num_differed=0), facts=None)
+    totals = replace(done.totals, num_forwards=taken, num_draft_free_forwards=100)
+    show_results(Screen(), job, replace(done, totals=totals), None)
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert "No sample was compared" in shown

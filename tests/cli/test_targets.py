@@ -37,7 +37,10 @@ def test_the_list_names_families_checkpoints_and_who_is_refused() -> None:
     for name in published_names():
         assert name in done.shown
     assert "DiffusionGemmaForBlockDiffusion starts from random tokens" in done.shown
+    assert "  bundled " in done.shown
+    assert "3.33M parameters" in done.shown
     document = json.loads(Done(["targets", "list", "--json"]).shown)
+    assert [each["name"] for each in document["packaged"]] == ["bundled", "bundled-b16"]
     assert [each["name"] for each in document["families"]] == ["sdar", "sdar-moe", "llada2"]
     assert [each["name"] for each in document["published"]] == published_names()
 

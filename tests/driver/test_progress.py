@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 from spot_batch.driver.progress import (
     LOADS_SHOWN,
     Meter,
@@ -69,6 +71,16 @@ def test_the_progress_line_keeps_durable_and_in_flight_apart() -> None:
     assert line.startswith("rows 500/2,000 (25.0 %) durable · in flight 64 · ")
     assert "forwards saved 1,234 (2.50x)" in line
     assert line.endswith("ETA 1 min 15 s · actors 1/2")
+
+
+def test_the_line_of_a_job_at_rest_leaves_out_what_only_a_running_one_has() -> None:
+    ended = Heartbeat(state="complete", num_samples=4, num_durable=4, num_forwards_saved=9)
+    assert describe(ended) == (
+        "rows 4/4 (100.0 %) durable · errors 0 · accepted drafts 0.00 a forward · "
+        "forwards saved 9 (1.00x)"
+    )
+    stopped = dataclasses.replace(ended, state="stopped", tokens_per_s=12.0)
+    assert "12 tokens/s" in describe(stopped)
 
 
 def test_a_load_is_said_in_bytes_where_it_has_any() -> None:

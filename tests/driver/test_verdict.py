@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from spot_batch.actor import Actor
 from spot_batch.driver.plan import JobPlan
 from spot_batch.driver.progress import Exit, Silent
 from spot_batch.driver.run import JobResult, run_job
+from spot_batch.inputs import audit_sample_ids
 from spot_batch.records import Completion, Lease, SampleStats
 from spot_batch.store import JobDirectory, acquire_driver_lease, publish_segment, read_heartbeat
 from tests.driver.jobs import begin, prompts, small_spec, write_rows
+from tests.driver.pool import Pool
 
 SHORT = {"generation.max_new_tokens": 6, "equivalence.min_rows": 0}
 
@@ -97,3 +100,29 @@ def test_error_rows_below_the_threshold_do_not(tmp_path: Path) -> None:
     rows = [*prompts(3), {"id": "empty", "question": ""}]
     job, plan = published(tmp_path, rows, {"failure.max_error_fraction": 0.5})
     assert finish(job, plan).exit_code == Exit.COMPLETE
+
+
+def test_error_rows_among_the_audited_are_made_up_for_by_others(tmp_path: Path) -> None:
+    rows = [*prompts(6), *({"id": f"empty-{each}", "question": ""} for each in range(18))]
+    given = {"failure.max_error_fraction": 1.0, "equivalence.min_rows": 5}
+    job, plan = begin(tmp_path / "out", small_spec(write_rows(tmp_path, rows), given))
+    first = audit_sample_ids(24, fraction=0.01, min_rows=5, fingerprint=job.fingerprint)
+    assert max(first) >= 6, "want one of the audited to fail"
+    with acquire_driver_lease(job) as lease:
+        result = run_job(
+            job, plan.facts, Silent(), lease=lease, workplace=lambda job: nullcontext(Pool(2))
+        )
+    assert result.exit_code == Exit.COMPLETE
+    assert result.summary is not None
+    assert result.summary.check is not None
+    assert (result.summary.check.num_compared, result.summary.check.num_differed) == (5, 0)
+
+
+def test_a_job_of_errors_alone_says_that_nothing_was_compared(tmp_path: Path) -> None:
+    rows = [{"id": f"empty-{each}", "question": ""} for each in range(3)]
+    job, plan = published(tmp_path, rows, {"equivalence.min_rows": 2})
+    result = finish(job, plan)
+    assert result.summary is not None
+    assert result.summary.check is not None
+    assert result.summary.check.num_compared == 0
+    assert "No sample was compared" in job.readme.read_text()

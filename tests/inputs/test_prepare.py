@@ -225,3 +225,8 @@ def test_audits_are_chosen_by_hash() -> None:
     assert chosen(100, fraction=0.0) == ()
     assert chosen(5_000) == chosen(5_000) != chosen(5_000, fingerprint="e" * 64)
     assert set(chosen(5_000)) != set(range(50))
+    first = chosen(64)
+    others = chosen(64, passed_over=set(first[:3]))
+    assert len(others) == 8
+    assert set(first[3:]) < set(others)
+    assert chosen(3, passed_over={0, 1, 2}) == ()
