@@ -28,7 +28,7 @@ class WatchedRemote(RemoteActor):
         def told(progress: LoadProgress) -> None:
             report(progress)
             with self._asked:
-                enough = self._num_asked + 2  # one may be on its way with what was before
+                enough = self._num_asked + 3  # some may be on their way with what was before
                 assert self._asked.wait_for(lambda: self._num_asked >= enough, PATIENCE_S)
 
         return super().make(told)
