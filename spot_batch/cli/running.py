@@ -31,6 +31,7 @@ from spot_batch.store import (
     begin_retry,
     read_driver,
     read_heartbeat,
+    retried_parts,
 )
 from spot_batch.store.export import ExportSpec, export, format_of
 from spot_batch.store.lease import is_alive
@@ -86,6 +87,7 @@ def retry(out: Path, codes: Sequence[str], *, as_json: bool = False) -> int:
     """Make the error rows of a complete job again; its parts are republished whole."""
     screen = Screen(to_stderr=as_json)
     job = JobDirectory.open(out)
+    retried_parts(job, codes)  # what cannot be is said before anything is started
     plan = plan_of(job)
 
     def begin() -> JobDirectory:

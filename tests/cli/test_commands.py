@@ -260,8 +260,10 @@ def test_a_complete_job_without_its_parts_is_not_called_complete(tmp_path: Path)
     assert done.code == 0
     document = json.loads(done.shown)
     assert document["state"] == "damaged"
-    assert document["missing_part"] == f"data/{job.part_name(0)}"
-    assert f"damaged: data/{job.part_name(0)} is missing" in Done(["status", out]).shown
+    assert document["damage"] == f"data/{job.part_name(0)}: is gone"
+    shown = Done(["status", out]).shown
+    assert f"damaged: data/{job.part_name(0)}: is gone" in shown
+    assert f"to go on: spot-batch resume {out}" in shown
 
 
 def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(
