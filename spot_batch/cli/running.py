@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -53,25 +54,32 @@ def submit(
     file = spec.output.file
     if file is not None and file.exists() and not directory.exists:
         raise OutputError(f"{file}: is there already; give another output")
-    if not dry_run:
-        directory.check_usable()
-    plan = plan_job(spec, out, report=LoadLines(screen))
-    if save_spec is not None:
-        save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
-        screen.line(f"spec written to {save_spec}")
-    show_plan(screen, plan, out)
     if dry_run:
+        with tempfile.TemporaryDirectory() as kept:
+            plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
+            _show_planned(screen, plan, out, save_spec)
         screen.line("dry run: nothing was started")
         if as_json:
             print(json.dumps({"out": str(out), "fingerprint": plan.fingerprint, **plan.fields}))
         return Exit.COMPLETE
+    with directory.as_it_was_if_refused():
+        directory.check_usable()
+        plan = plan_job(spec, out, report=LoadLines(screen))
+        _show_planned(screen, plan, out, save_spec)
 
-    def begin() -> JobDirectory:
-        return directory.create_or_open(
-            plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
-        )
+        def begin() -> JobDirectory:
+            return directory.create_or_open(
+                plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+            )
 
-    return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
+        return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
+
+
+def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | None) -> None:
+    if save_spec is not None:
+        save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
+        screen.line(f"spec written to {save_spec}")
+    show_plan(screen, plan, out)
 
 
 def resume(out: Path, *, as_json: bool = False) -> int:
