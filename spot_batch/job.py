@@ -171,6 +171,13 @@ def checked_temperature(value: float) -> float:
     )
 
 
+def checked_top_p(value: float) -> float:
+    """A share that leaves at least one candidate; ValueError for anything else."""
+    if LEAST_TOP_P <= value <= 1.0:
+        return value
+    raise ValueError(f"must be from {LEAST_TOP_P:g} to 1, got {value:g}")
+
+
 class GenerationSpec(Section):
     """Nulls are taken from the checkpoint by `with_model_defaults`, then written back."""
 

@@ -26,6 +26,19 @@ Purpose = Literal["data", "audit"]
 PromptKind = Literal["messages", "prompt"]
 
 SKIP_CODES = frozenset({"too_long_skipped"})  # error rows that a spec asked for: no failures
+ROW_CODES = SKIP_CODES | {  # faults of the row itself: it fails again, whoever tries
+    "bad_csv",
+    "bad_custom_id",
+    "bad_encoding",
+    "bad_json",
+    "bad_override",
+    "bad_prompt",
+    "bad_request",
+    "bad_type",
+    "empty_prompt",
+    "too_long",
+}
+MACHINE_CODES = frozenset({"actor_crash", "oom"})  # another try may end otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,10 +285,11 @@ class Outcome:
     `rows` is the input rows it came with and `position` its row in them; the kept columns are
     taken from there. `text` is the decoded completion, "" for an error. `seed` is the row's seed or
     the job's. `prompt_text` is the rendered prompt, or the raw row where it could not be rendered.
+    `custom_id` is None for an error row whose id cannot be read.
     """
 
     sample_id: int
-    custom_id: str
+    custom_id: str | None
     seed: int
     result: Completion | RowError
     rows: pa.Table

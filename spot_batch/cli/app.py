@@ -220,10 +220,11 @@ def retry(
     code: Annotated[str, typer.Option(help="Only these error codes, by comma.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Make the error rows of a complete job again."""
+    """Make the error rows of a complete job again, but those whose fault is their own."""
     from spot_batch.cli import running
 
-    return running.retry(out, [each for each in code.split(",") if each], as_json=as_json)
+    codes = [each.strip() for each in code.split(",") if each.strip()]
+    return running.retry(out, codes, as_json=as_json)
 
 
 @app.command()

@@ -50,6 +50,7 @@ def export(
     from typing import get_args
 
     from spot_batch.store import JobDirectory
+    from spot_batch.store.destination import check_destination
     from spot_batch.store.export import ExportSpec, Format, Shape, format_of
     from spot_batch.store.export import export as write
 
@@ -66,7 +67,7 @@ def export(
         format=kind or (format_of(output) if output is not None else "hf"),  # type: ignore[arg-type]
         shape=shape,  # type: ignore[arg-type]
         group=group,
-        columns=tuple(filter(None, columns.split(","))),
+        columns=tuple(filter(None, (name.strip() for name in columns.split(",")))),
         where=where,
     )
     if push is not None:
@@ -74,6 +75,7 @@ def export(
         return 0
     assert output is not None
     if output.exists() and not force:
+        check_destination(job, output, is_folder=spec.format == "hf")  # where force is no help
         raise ValueError(f"{output}: is there already; --force writes over it")
     num_rows = write(job, output, spec, partial=partial)
     mark = "" if job.is_complete else ", not complete"

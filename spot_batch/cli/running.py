@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from spot_batch.store import (
     begin_retry,
     read_driver,
     read_heartbeat,
+    retried_parts,
 )
 from spot_batch.store.export import ExportSpec, export, format_of
 from spot_batch.store.lease import is_alive
@@ -52,25 +54,32 @@ def submit(
     file = spec.output.file
     if file is not None and file.exists() and not directory.exists:
         raise OutputError(f"{file}: is there already; give another output")
-    if not dry_run:
-        directory.check_usable()
-    plan = plan_job(spec, out, report=LoadLines(screen))
-    if save_spec is not None:
-        save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
-        screen.line(f"spec written to {save_spec}")
-    show_plan(screen, plan, out)
     if dry_run:
+        with tempfile.TemporaryDirectory() as kept:
+            plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
+            _show_planned(screen, plan, out, save_spec)
         screen.line("dry run: nothing was started")
         if as_json:
             print(json.dumps({"out": str(out), "fingerprint": plan.fingerprint, **plan.fields}))
         return Exit.COMPLETE
+    with directory.as_it_was_if_refused():
+        directory.check_usable()
+        plan = plan_job(spec, out, report=LoadLines(screen))
+        _show_planned(screen, plan, out, save_spec)
 
-    def begin() -> JobDirectory:
-        return directory.create_or_open(
-            plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
-        )
+        def begin() -> JobDirectory:
+            return directory.create_or_open(
+                plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+            )
 
-    return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
+        return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
+
+
+def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | None) -> None:
+    if save_spec is not None:
+        save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
+        screen.line(f"spec written to {save_spec}")
+    show_plan(screen, plan, out)
 
 
 def resume(out: Path, *, as_json: bool = False) -> int:
@@ -86,6 +95,7 @@ def retry(out: Path, codes: Sequence[str], *, as_json: bool = False) -> int:
     """Make the error rows of a complete job again; its parts are republished whole."""
     screen = Screen(to_stderr=as_json)
     job = JobDirectory.open(out)
+    retried_parts(job, codes)  # what cannot be is said before anything is started
     plan = plan_of(job)
 
     def begin() -> JobDirectory:

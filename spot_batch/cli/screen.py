@@ -243,7 +243,8 @@ def _faults(plan: JobPlan) -> str:
     pinned = plan.pinned
     if not pinned.num_faults:
         return ""
-    return f"; {pinned.num_faults:,} rows are unusable, the first: {pinned.faults[0]}"
+    are = "row is" if pinned.num_faults == 1 else "rows are"
+    return f"; {pinned.num_faults:,} {are} unreadable, the first: {pinned.faults[0]}"
 
 
 def _saved(totals: Totals) -> str:

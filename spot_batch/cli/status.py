@@ -9,7 +9,7 @@ from pathlib import Path
 from spot_batch.cli.screen import Screen, resume_command
 from spot_batch.driver.progress import describe, describe_load
 from spot_batch.records import Heartbeat
-from spot_batch.store import JobDirectory, read_driver, read_heartbeat, scan
+from spot_batch.store import JobDirectory, fault_of_parts, read_driver, read_heartbeat, scan
 from spot_batch.store.lease import is_alive
 
 
@@ -21,10 +21,10 @@ def show_status(out: Path, *, as_json: bool) -> int:
     last = read_heartbeat(job) or Heartbeat(
         state="starting", num_samples=job.num_samples, num_durable=0
     )
-    missing = _missing_part(job) if job.is_complete else None
+    damage = fault_of_parts(job, verify=False) if job.is_complete else None
     state = last.state if alive else "not running"
     if job.is_complete:
-        state = "complete" if missing is None else "damaged"
+        state = "complete" if damage is None else "damaged"
     heartbeat = replace(
         last,
         state=state,
@@ -38,11 +38,11 @@ def show_status(out: Path, *, as_json: bool) -> int:
         )
     if as_json:
         tree: dict[str, object] = {"out": str(job.root), "name": job.spec.name}
-        tree |= {"fingerprint": job.fingerprint, "driver_alive": alive, "missing_part": missing}
+        tree |= {"fingerprint": job.fingerprint, "driver_alive": alive, "damage": damage}
         print(json.dumps({**tree, **asdict(heartbeat)}))
         return 0
     screen = Screen()
-    shown = state if missing is None else f"{state}: {missing} is missing, though _SUCCESS is there"
+    shown = state if damage is None else f"{state}: {damage}"
     facts = [("job", f"{job.spec.name} ({job.fingerprint[:12]})"), ("state", shown)]
     if alive and record is not None:
         facts.append(("driver", f"process {record.pid} on {record.host.partition('/')[0]}"))
@@ -52,15 +52,6 @@ def show_status(out: Path, *, as_json: bool) -> int:
     if last.message and not alive:
         facts.append(("last run", last.message))
     screen.facts(facts)
-    if not alive and not job.is_complete:
+    if not alive and state != "complete":
         screen.line(f"to go on: {resume_command(job.root)}", style="bold")
     return 0
-
-
-def _missing_part(job: JobDirectory) -> str | None:
-    """The first part of the dataset that is not there. Looks for files, reads none."""
-    for part in range(job.num_parts):
-        path = job.data / job.part_name(part)
-        if not path.is_file():
-            return str(path.relative_to(job.root))
-    return None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from spot_batch.cli.screen import LoadLines, Screen, show_plan
-from spot_batch.driver.plan import plan_job
+from spot_batch.driver.plan import JobPlan, plan_job
+from spot_batch.driver.progress import Exit
+from spot_batch.inputs import PreparedSample
 from spot_batch.job import JobSpec
+from spot_batch.records import SKIP_CODES
 from spot_batch.store import completion_schema
 
 NUM_SHOWN = 3
@@ -20,7 +23,11 @@ NUM_MEASURED = 1_000
 
 
 def show_validation(spec: JobSpec, *, as_json: bool) -> int:
-    """Resolve, pin, render; raises ValueError with what is wrong."""
+    """Resolve, pin, render; raises ValueError with what is wrong.
+
+    The exit code is that of a job whose rows fail as those seen here do: rows that cannot be read
+    are known of the whole input, prompts of its first NUM_MEASURED rows.
+    """
     from spot_batch.targets.block import check_network
 
     screen = Screen(to_stderr=as_json)
@@ -29,9 +36,12 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         check_network(plan.info)
         schema = completion_schema(pa.ipc.read_schema(pa.py_buffer(plan.pinned.schema)), plan.spec)
         samples = plan.first(NUM_MEASURED * plan.spec.generation.n)
+        if not as_json:
+            show_plan(screen, plan, plan.spec.directory)
     rows = samples[:: plan.spec.generation.n]
     lengths = sorted(len(row.request.prompt_ids) for row in rows if row.request is not None)
-    faults = Counter(row.error.code for row in rows if row.error is not None)
+    faults = _prompt_faults(plan, rows)
+    code = _exit_code(plan, faults)
     if as_json:
         document = {
             "fingerprint": plan.fingerprint,
@@ -39,15 +49,18 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
             "num_samples": plan.num_samples,
             "drafter": plan.drafter.name,
             "columns": {field.name: str(field.type) for field in schema},
+            "num_unreadable": plan.pinned.num_faults,
+            "unreadable": plan.pinned.faults,
             "measured_rows": len(rows),
-            "faults": dict(faults),
+            "faults": {each: len(messages) for each, messages in faults.items()},
+            "first_faults": {each: messages[0] for each, messages in faults.items()},
             "warnings": list(plan.info.warnings),
             "prompt_tokens": lengths,
+            "exit_code": int(code),
             "spec": plan.spec.model_dump(mode="json"),
         }
         print(json.dumps(document))
-        return 0
-    show_plan(screen, plan, plan.spec.directory)
+        return code
     for row in rows[1:NUM_SHOWN]:
         if row.request is not None:
             screen.line(f"next prompt, {len(row.request.prompt_ids)} tokens:", style="bold")
@@ -58,6 +71,40 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
             f"prompt tokens of {len(rows):,} rows: least {lengths[0]}, "
             f"median {statistics.median(lengths):g}, most {lengths[-1]}"
         )
-    for code, count in faults.items():
-        screen.line(f"{count:,} of {len(rows):,} rows cannot be used: {code}", style="yellow")
-    return 0
+    for fault in plan.pinned.faults:
+        screen.line(f"unreadable: {fault}", style="yellow")
+    if plan.pinned.num_faults > len(plan.pinned.faults):
+        screen.line(f"and so on: {plan.pinned.num_faults:,} rows are unreadable", style="yellow")
+    for each, messages in faults.items():
+        screen.line(
+            f"{len(messages):,} of {len(rows):,} rows cannot be used: {each}, "
+            f"the first: {messages[0]}",
+            style="yellow",
+        )
+    if code != Exit.COMPLETE:
+        screen.line(
+            f"too many rows fail: a job ends with exit code {code} "
+            f"(failure.max_error_fraction is {plan.spec.failure.max_error_fraction:g})",
+            style="bold yellow",
+        )
+    return code
+
+
+def _prompt_faults(plan: JobPlan, rows: Sequence[PreparedSample]) -> dict[str, list[str]]:
+    """Messages by code, of rows that can be read and have no prompt for the engine."""
+    faults: dict[str, list[str]] = {}
+    for row in rows:
+        error = row.error
+        if error is None or (error.stage == "input" and plan.pinned.num_faults):
+            continue  # counted over the whole input already
+        faults.setdefault(error.code, []).append(error.message)
+    return faults
+
+
+def _exit_code(plan: JobPlan, faults: Mapping[str, Sequence[str]]) -> Exit:
+    """As `submit` ends where no other row fails."""
+    failed = sum(len(messages) for code, messages in faults.items() if code not in SKIP_CODES)
+    failed += plan.pinned.num_faults
+    share = failed / plan.pinned.num_rows if failed else 0.0
+    too_many = share > plan.spec.failure.max_error_fraction
+    return Exit.TOO_MANY_ERRORS if too_many else Exit.COMPLETE

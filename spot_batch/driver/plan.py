@@ -51,15 +51,18 @@ class JobPlan:
         return self.preparer().prepare(range(min(count, self.num_samples)))
 
 
-def plan_job(spec: JobSpec, out: Path, *, report: LoadReport = unreported) -> JobPlan:
+def plan_job(
+    spec: JobSpec, out: Path, *, kept: Path | None = None, report: LoadReport = unreported
+) -> JobPlan:
     """Look everything up that a new or resubmitted job needs; raises ValueError with the reason.
 
-    What the spec leaves open is as the job in `out` has it, if there is one. Writes nothing but a
-    hub dataset's rows, into the job directory.
+    What the spec leaves open is as the job in `out` has it, if there is one. Writes nothing but
+    what of the input must be kept (a hub dataset's rows, unpacked and remote files), into the job
+    directory or into `kept`.
     """
     given, spec = spec, _as_begun(spec, out)
     info = model_info(spec, report=report)
-    hub_dir = JobDirectory(out).hub_input
+    hub_dir = JobDirectory(out).hub_input if kept is None else kept
     spec = recognised(spec, hub_dir=hub_dir)
     left_open = tuple(name for name in _SAMPLING if getattr(spec.generation, name) is None)
     threshold_of = _threshold_of(given, begun=spec, info=info)

@@ -101,6 +101,7 @@ def replay(job: JobDirectory, row: str, *, sample_index: int = 0) -> Replay:
     differing = tuple(
         name for name, value in outcome.items() if name in published and published[name] != value
     )
+    assert prepared.custom_id is not None, "a published sample has an id"
     difference = None
     if differing and {"token_ids", "commit_step"} <= published.keys():
         difference = _difference(watch, request, text, again, published)
@@ -135,7 +136,20 @@ def _find(job: JobDirectory, row: str, sample_index: int) -> dict[str, Any]:
                 for name in job.schema.names[len(job.kept) :]
             }
             return {**own, "table": found}
-    raise OutputError(
+    raise _not_published(job, row, sample_index)
+
+
+def _not_published(job: JobDirectory, row: str, sample_index: int) -> OutputError:
+    """Why there is no such sample: it failed, or nobody knows it."""
+    for part in range(job.num_parts):
+        table = read_part_of(job, "errors", part)
+        for failed in table.to_pylist() if table is not None else ():
+            if (failed["custom_id"], failed["sample_index"]) == (row, sample_index):
+                return OutputError(
+                    f"{job.root}: sample {sample_index} of row {row!r} has no generation, "
+                    f"it is in errors/: {failed['code']}: {failed['message']}"
+                )
+    return OutputError(
         f"{job.root}: no published sample {sample_index} of a row with custom_id {row!r}"
     )
 

@@ -8,12 +8,20 @@ class InputError(ValueError):
 
 
 class RowFault(ValueError):
-    """One row that cannot be generated for: it becomes an error row, and the job goes on."""
+    """One row that cannot be generated for: it becomes an error row, and the job goes on.
 
-    def __init__(self, code: str, message: str) -> None:
+    `custom_id` is the row's own id where that much of it can be read.
+    """
+
+    def __init__(self, code: str, message: str, *, custom_id: str | None = None) -> None:
         super().__init__(code, message)
         self.code = code
         self.message = message
+        self.custom_id = custom_id
+
+    def of(self, custom_id: str | None) -> RowFault:
+        """The same fault of a row whose id is known."""
+        return RowFault(self.code, self.message, custom_id=custom_id)
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"

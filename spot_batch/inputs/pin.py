@@ -416,7 +416,10 @@ def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str
 
 
 def _check_unique_ids(pinned: PinnedInput, schema: pa.Schema) -> None:
-    """InputError naming both rows where a custom_id stands twice. Keeps 16 bytes a row."""
+    """InputError naming both rows where a custom_id stands twice. Keeps 16 bytes a row.
+
+    Rows with a fault count too, where their id can be read: they become error rows of that id.
+    """
     column = pinned.custom_id_column
     if column is None or pa.types.is_null(schema.field(column).type):
         return
@@ -434,8 +437,12 @@ def _check_unique_ids(pinned: PinnedInput, schema: pa.Schema) -> None:
     twice = pc.equal(ordered.slice(1), ordered.slice(0, len(ordered) - 1))
     for place in pc.indices_nonzero(twice).to_pylist():
         pair = sorted(rows[order[place + step].as_py()] for step in (0, 1))
-        first, second = reader.read(pair).table.column(column).to_pylist()
-        if first == second:
+        read = reader.read(pair)
+        first, second = (
+            read.faults[place].custom_id if place in read.faults else value
+            for place, value in enumerate(read.table.column(column).to_pylist())
+        )
+        if str(first) == str(second):
             raise InputError(
                 f"input.custom_id: {first!r} stands twice in column {column!r}: "
                 f"{reader.where(pair[0])} and {reader.where(pair[1])}"
@@ -445,5 +452,6 @@ def _check_unique_ids(pinned: PinnedInput, schema: pa.Schema) -> None:
 def _custom_ids(reader: InputReader, column: str) -> Iterator[tuple[int, str]]:
     for rows, faults, table in reader.chunks():
         for place, value in enumerate(table.column(column).to_pylist()):
-            if value is not None and place not in faults:
-                yield rows[place], str(value)
+            known = faults[place].custom_id if place in faults else value
+            if known is not None:
+                yield rows[place], str(known)

@@ -12,7 +12,7 @@ from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.reader import InputRows
 from spot_batch.inputs.render import PromptRenderer
-from spot_batch.job import LEAST_TOP_P, MAX_NEW_TOKENS, JobSpec, checked_temperature
+from spot_batch.job import MAX_NEW_TOKENS, JobSpec, checked_temperature, checked_top_p
 from spot_batch.records import (
     Completion,
     Confidence,
@@ -26,10 +26,14 @@ from spot_batch.records import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSample:
-    """A sample ready for the engine (`request`), or one that failed before it (`error`)."""
+    """A sample ready for the engine (`request`), or one that failed before it (`error`).
+
+    `custom_id` is None for a row with a fault whose own id cannot be read: the row's number would
+    pass for an id that another row may have.
+    """
 
     sample_id: int
-    custom_id: str
+    custom_id: str | None
     seed: int
     rows: pa.Table
     position: int
@@ -55,7 +59,7 @@ class PreparedSample:
 class _Row:
     """One input row, read and rendered once for all of its samples."""
 
-    custom_id: str
+    custom_id: str | None
     seed: int
     position: int
     prompt_text: str
@@ -123,11 +127,13 @@ class SamplePreparer:
     def _row(
         self, row_index: int, values: Mapping[str, object], position: int, read: InputRows
     ) -> _Row:
-        custom_id, seed, text = str(row_index), self._seed, read.raw.get(position, "")
+        custom_id = str(row_index) if self._custom_id is None else None
+        seed, text = self._seed, read.raw.get(position, "")
         try:
             if position in read.faults:
+                custom_id = custom_id or read.faults[position].custom_id
                 raise read.faults[position]
-            custom_id = self._id_of(values, custom_id)
+            custom_id = custom_id or self._id_of(values)
             text = _shown(values[self._used[0]])
             seed = _override(values, "seed", self._per_row, self._seed)
             params = self._params_of(values)
@@ -144,6 +150,7 @@ class SamplePreparer:
     ) -> PreparedSample:
         request = None
         if row.params is not None:
+            assert row.custom_id is not None, "a row that is decoded has an id"
             request = Request(
                 sample_id=sample_id,
                 prompt_ids=row.prompt_ids,
@@ -162,9 +169,8 @@ class SamplePreparer:
             error=row.error,
         )
 
-    def _id_of(self, values: Mapping[str, object], default: str) -> str:
-        if self._custom_id is None:
-            return default
+    def _id_of(self, values: Mapping[str, object]) -> str:
+        assert self._custom_id is not None
         value = values[self._custom_id]
         if value is None or value == "":
             raise RowFault("bad_custom_id", f"column {self._custom_id!r} is empty")
@@ -179,7 +185,7 @@ class SamplePreparer:
             self._params,
             max_new_tokens=length,
             temperature=_number(own, "temperature", self._params.temperature, checked_temperature),
-            top_p=_number(own, "top_p", self._params.top_p, _checked_top_p),
+            top_p=_number(own, "top_p", self._params.top_p, checked_top_p),
             stop=_stop(own, self._params.stop),
         )
 
@@ -240,12 +246,6 @@ def _number(
         return check(float(value))
     except (ValueError, OverflowError) as error:
         raise RowFault("bad_override", f"column {name!r} {error}") from None
-
-
-def _checked_top_p(value: float) -> float:
-    if not LEAST_TOP_P <= value <= 1.0:
-        raise ValueError(f"must be from {LEAST_TOP_P:g} to 1, got {value:g}")
-    return value
 
 
 def _stop(own: Mapping[str, object], default: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ class InputReader:
         names = schema.names if columns is None else list(dict.fromkeys(columns))
         self.schema = pa.schema([schema.field(name) for name in names])
         self._pinned = pinned
+        self._id_column = pinned.custom_id_column
         self._starts = [chunk.first_row for chunk in pinned.chunks]
         self._kept: OrderedDict[int, _Chunk] = OrderedDict()
 
@@ -120,11 +121,12 @@ class InputReader:
         path = Path(file.path)
         try:
             if file.format in _TEXTS:
-                read = read_text(path, file.format, chunk, self.schema)
+                read = read_text(path, file.format, chunk, self.schema, id_column=self._id_column)
                 result = _Chunk(read.table, read.faults, read.raw, read.lines)
             else:
                 table = read_table(path, file.format, chunk, self.schema)
-                result = _Chunk(table, _encoding_faults(table), {}, None)
+                faults = _encoding_faults(table, self._id_column)
+                result = _Chunk(table, faults, {}, None)
         except FileNotFoundError:
             raise InputError(f"{path}: gone since the job was submitted") from None
         except (pa.ArrowInvalid, IndexError) as error:
@@ -135,8 +137,8 @@ class InputReader:
         return result
 
 
-def _encoding_faults(table: pa.Table) -> dict[int, RowFault]:
-    """Rows of a table whose text is not UTF-8: Arrow itself does not look."""
+def _encoding_faults(table: pa.Table, id_column: str | None) -> dict[int, RowFault]:
+    """Rows of a table whose text is not UTF-8, with their ids: Arrow itself does not look."""
     faults: dict[int, RowFault] = {}
     for name in table.column_names:
         column = table.column(name)
@@ -150,4 +152,14 @@ def _encoding_faults(table: pa.Table) -> dict[int, RowFault]:
                 column.slice(row, 1).take([0]).validate(full=True)
             except pa.ArrowInvalid:
                 faults.setdefault(row, RowFault("bad_encoding", f"column {name!r}: not UTF-8"))
-    return faults
+    return {row: fault.of(_id_in(table, id_column, row)) for row, fault in faults.items()}
+
+
+def _id_in(table: pa.Table, column: str | None, row: int) -> str | None:
+    if column is None or column not in table.column_names:
+        return None
+    try:
+        value = table.column(column)[row].as_py()
+    except UnicodeDecodeError:
+        return None
+    return None if value is None or value == "" else str(value)

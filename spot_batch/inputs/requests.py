@@ -6,11 +6,12 @@ it: no request is answered as if it had asked for less than it did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
+from spot_batch.job import MAX_NEW_TOKENS, checked_temperature, checked_top_p
 
 URL = "/v1/chat/completions"
 SCHEMA = pa.schema(
@@ -69,24 +70,57 @@ def columns_of(values: Mapping[str, object]) -> dict[str, object]:
             continue
         if name not in _HARMLESS or value != _HARMLESS[name]:
             raise RowFault("bad_request", f"body.{name} is not implemented")
-    stop = body.get("stop")
     return {
         "custom_id": values.get("custom_id"),
         "model": body.get("model"),
         "messages": _messages(body.get("messages")),
         "max_new_tokens": _length(body),
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "seed": body.get("seed"),
-        "stop": [stop] if isinstance(stop, str) else stop,
+        "temperature": _number(body, "temperature", checked_temperature),
+        "top_p": _number(body, "top_p", checked_top_p),
+        "seed": _whole(body, "seed", 0, 2**63 - 1),
+        "stop": _stop(body),
     }
 
 
-def _length(body: Mapping[str, object]) -> object:
-    given = [body[name] for name in _LENGTHS if body.get(name) is not None]
-    if len(given) == 2 and given[0] != given[1]:
+def _length(body: Mapping[str, object]) -> int | None:
+    given = [_whole(body, name, 1, MAX_NEW_TOKENS) for name in _LENGTHS]
+    one, other = given
+    if one is not None and other is not None and one != other:
         raise RowFault("bad_request", "body.max_tokens and body.max_completion_tokens differ")
-    return given[0] if given else None
+    return other if one is None else one
+
+
+def _whole(body: Mapping[str, object], name: str, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RowFault(
+            "bad_request", f"body.{name} must be a whole number from {low} to {high}, got {value!r}"
+        )
+    return value
+
+
+def _number(body: Mapping[str, object], name: str, check: Callable[[float], float]) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RowFault("bad_request", f"body.{name} must be a number, got {value!r}")
+    try:
+        return check(float(value))
+    except (ValueError, OverflowError) as error:
+        raise RowFault("bad_request", f"body.{name} {error}") from None
+
+
+def _stop(body: Mapping[str, object]) -> list[str] | None:
+    value = body.get("stop")
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise RowFault("bad_request", f"body.stop must be texts, none empty, got {value!r}")
+    return texts
 
 
 def _messages(messages: object) -> object:

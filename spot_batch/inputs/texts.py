@@ -30,7 +30,10 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A row as it was parsed, or why it could not be. `offset` is its first byte, 0 if unknown."""
+    """A row as it was parsed, or why it could not be. `offset` is its first byte, 0 if unknown.
+
+    `readable` is what of a row with a fault can be read nevertheless: its id is taken from there.
+    """
 
     line: int
     offset: int
@@ -38,6 +41,7 @@ class TextRow:
     values: Mapping[str, object] | None
     fault: RowFault | None = None
     raw: str = ""
+    readable: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,10 @@ def scan_text(path: Path, kind: str) -> Iterator[TextRow]:
     return _SCANNERS[kind](path)
 
 
-def read_text(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> TextChunk:
-    """The rows of a chunk, as columns of the pinned schema."""
+def read_text(
+    path: Path, kind: str, chunk: InputChunk, schema: pa.Schema, *, id_column: str | None
+) -> TextChunk:
+    """The rows of a chunk, as columns of the pinned schema; faults with their row's id."""
     rows = _READERS[kind](path, chunk)
     converters = {
         field.name: _of_cell(field.type)
@@ -74,7 +80,8 @@ def read_text(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> Te
             except Misfit as misfit:
                 values, fault = None, RowFault("bad_type", str(misfit))
         if fault is not None:
-            result.faults[place] = fault
+            readable = row.readable if row.values is None else row.values
+            result.faults[place] = fault.of(_id_in(readable, id_column))
             result.raw[place] = row.raw or _as_text(row.values)
         for name, column in columns.items():
             column.append(None if values is None else values[name])
@@ -133,6 +140,13 @@ def _converted(
     return {name: convert(values.get(name)) for name, convert in converters.items()}
 
 
+def _id_in(values: Mapping[str, object] | None, column: str | None) -> str | None:
+    value = values.get(column) if values is not None and column is not None else None
+    if type(value) is int:
+        return str(value)
+    return value if isinstance(value, str) and value and _is_encodable(value) else None
+
+
 def _as_text(values: Mapping[str, object] | None) -> str:
     return "" if values is None else json.dumps(values, ensure_ascii=True)[:RAW_CHARS]
 
@@ -163,9 +177,9 @@ def _json_lines(file: io.BufferedIOBase, *, offset: int, line: int) -> Iterator[
 
 
 def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRow:
-    def failed(code: str, message: str) -> TextRow:
+    def failed(code: str, message: str, readable: Mapping[str, object] | None = None) -> TextRow:
         raw = data[:RAW_CHARS].decode("utf-8", "replace").rstrip("\r\n")
-        return TextRow(line, offset, num_bytes, None, RowFault(code, message), raw)
+        return TextRow(line, offset, num_bytes, None, RowFault(code, message), raw, readable)
 
     try:
         text = data.decode("utf-8")
@@ -183,7 +197,8 @@ def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRo
     if not isinstance(values, dict):
         return failed("bad_json", f"a row is a JSON object, got {type(values).__name__}")
     if _LONE.search(text) and not _is_encodable(values):
-        return failed("bad_encoding", "half of a surrogate pair (a \\ud800 to \\udfff alone)")
+        message = "half of a surrogate pair (a \\ud800 to \\udfff alone)"
+        return failed("bad_encoding", message, values)
     return TextRow(line, offset, num_bytes, values)
 
 
@@ -215,7 +230,7 @@ def _request(row: TextRow) -> TextRow:
     try:
         return replace(row, values=requests.columns_of(row.values))
     except RowFault as fault:
-        return replace(row, values=None, fault=fault, raw=_as_text(row.values))
+        return replace(row, values=None, fault=fault, raw=_as_text(row.values), readable=row.values)
 
 
 # -- JSON arrays -----------------------------------------------------------------------------------
@@ -242,7 +257,7 @@ def _scan_json(path: Path) -> Iterator[TextRow]:
             fault = RowFault(
                 "bad_encoding", "half of a surrogate pair (a \\ud800 to \\udfff alone)"
             )
-            yield TextRow(0, 0, 0, None, fault, json.dumps(row)[:RAW_CHARS])
+            yield TextRow(0, 0, 0, None, fault, json.dumps(row)[:RAW_CHARS], row)
         else:
             yield TextRow(0, 0, 0, row)
 
@@ -278,14 +293,16 @@ def _scan_csv(path: Path) -> Iterator[TextRow]:
 
 
 def _csv_row(header: list[str], cells: list[str], line: int) -> TextRow:
+    readable = None
     if len(cells) != len(header):
         fault = RowFault("bad_csv", f"{len(cells)} fields where the header has {len(header)}")
     elif not all(_is_encodable(cell) for cell in cells):
         fault = RowFault("bad_encoding", "not UTF-8")
+        readable = dict(zip(header, cells, strict=True))
     else:
         return TextRow(line, 0, 0, dict(zip(header, cells, strict=True)))
     raw = ",".join(cells)[:RAW_CHARS].encode("utf-8", "replace").decode()
-    return TextRow(line, 0, 0, None, fault, raw)
+    return TextRow(line, 0, 0, None, fault, raw, readable)
 
 
 def _read_csv(path: Path, chunk: InputChunk) -> Iterator[TextRow]:

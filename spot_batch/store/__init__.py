@@ -16,7 +16,7 @@ from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.lease import DriverAlive, DriverLease, acquire_driver_lease, read_driver
 from spot_batch.store.load import load
 from spot_batch.store.parts import compact, delete_covered_segments
-from spot_batch.store.retry import begin_retry
+from spot_batch.store.retry import begin_retry, retried_parts
 from spot_batch.store.scan import PartInfo, Published, fault_of_parts, scan
 from spot_batch.store.schema import completion_schema
 from spot_batch.store.segments import SegmentInfo, publish_segment
@@ -50,6 +50,7 @@ __all__ = [
     "read_driver",
     "read_events",
     "read_heartbeat",
+    "retried_parts",
     "scan",
     "write_card",
     "write_heartbeat",

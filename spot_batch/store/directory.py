@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from spot_batch.store.files import (
     OutputError,
     Reach,
     StorageFull,
+    clear_folder,
     link_whole,
     speaking_plainly,
     staged,
@@ -143,6 +145,25 @@ class JobDirectory:
         probe = self.tmp / f"{os.getpid()}-probe"
         write_durably(probe, b"")
         probe.unlink(missing_ok=True)
+
+    @contextmanager
+    def as_it_was_if_refused(self) -> Iterator[None]:
+        """A ValueError before a job is begun here leaves the folder as it was, or not there.
+
+        Nothing is taken from a folder that held job state before, or that another process drives.
+        """
+        root_was, spot_was = self.root.exists(), self.spot.exists()
+        try:
+            yield
+        except ValueError:
+            begun = (self.spot / "format").exists() or self.driver_path.exists()
+            if not (spot_was or begun):
+                clear_folder(self.hub_input)
+                folders = (self.hub_input, self.tmp, self.spot)
+                for folder in (*folders, *(() if root_was else (self.root,))):
+                    with suppress(OSError):  # not there, or not empty: somebody's
+                        folder.rmdir()
+            raise
 
     def _is_begun(self, entry: os.DirEntry[str]) -> bool:
         """Whether an entry is what a creation that was cut short leaves: our names, no content."""

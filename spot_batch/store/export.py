@@ -7,8 +7,6 @@ import datetime
 import decimal
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from spot_batch.store.destination import check_destination, replacing
 from spot_batch.store.directory import JobDirectory, OutputError
 from spot_batch.store.load import read_part_of
 from spot_batch.store.where import Where
@@ -54,13 +53,29 @@ class ExportSpec:
     def __post_init__(self) -> None:
         if self.shape is not None and self.group:
             raise ValueError("--group and --as exclude each other: a training row is one sample")
-        if self.format == "openai-batch" and (self.shape or self.columns or self.where):
-            raise ValueError("openai-batch has a form of its own: no --as, --columns or --where")
+        if self.format == "openai-batch" and (
+            self.shape or self.group or self.columns or self.where
+        ):
+            raise ValueError(
+                "openai-batch has a form of its own: no --as, --group, --columns or --where"
+            )
+        for name in self.columns:
+            if self.columns.count(name) > 1:
+                raise ValueError(f"--columns: {name!r} is named twice")
 
 
 def format_of(path: Path) -> Format:
-    """By the name; a name without a known ending is a folder for `load_from_disk`."""
-    return _BY_SUFFIX.get(path.suffix.lower(), "hf")
+    """By the name; one without an ending is a folder for `load_from_disk`.
+
+    ValueError for an ending that is none of ours.
+    """
+    suffix = path.suffix.lower()
+    if suffix and suffix not in _BY_SUFFIX:
+        raise ValueError(
+            f"{path}: no format goes by the ending {suffix!r}; known are {', '.join(_BY_SUFFIX)}, "
+            "and a name without an ending for a folder (--format says it for any name)"
+        )
+    return _BY_SUFFIX.get(suffix, "hf")
 
 
 def export(job: JobDirectory, path: Path, spec: ExportSpec, *, partial: bool = False) -> int:
@@ -68,17 +83,15 @@ def export(job: JobDirectory, path: Path, spec: ExportSpec, *, partial: bool = F
 
     A job that is not complete is refused unless `partial`; what is written then says so: in its
     schema's metadata, in a card, or for lines of JSON in a file `PATH.incomplete` beside it.
+    Raises OutputError for a `path` that may not be taken (`check_destination`) and for parts that
+    cannot be read, ValueError for a `spec` that does not fit the job.
     """
     if not job.is_complete and not partial:
         raise OutputError(f"{job.root}: not complete yet; --partial exports what is published")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    final = check_destination(job, path, is_folder=spec.format == "hf")
     tables = _Tables(job, spec)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
-        scratch = Path(folder) / path.name
-        _WRITERS[spec.format](tables, scratch)
-        if path.is_dir() and scratch.is_dir():
-            shutil.rmtree(path)
-        scratch.replace(path)
+    with replacing(final) as made:
+        _WRITERS[spec.format](tables, made)
     note = path.with_name(path.name + ".incomplete")
     if not job.is_complete and spec.format in ("jsonl", "openai-batch"):
         parts = sum((job.data / job.part_name(part)).exists() for part in range(job.num_parts))
@@ -240,7 +253,7 @@ def _write_hf(tables: _Tables, path: Path) -> None:
     """As `save_to_disk` does: stream shards, which `load_from_disk` maps."""
     import datasets
 
-    stream = path.with_name("rows.arrows")
+    stream = path.with_name("stream")
     _write_stream(tables, stream)
     datasets.Dataset.from_file(str(stream)).save_to_disk(str(path))
     if not tables.job.is_complete:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import pyarrow as pa
 
 from spot_batch.store.directory import JobDirectory, OutputError
+from spot_batch.store.scan import UNREADABLE, fault_of_part
 from spot_batch.store.schema import ERROR_SCHEMA, STATS_SCHEMA
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
 
     Files are memory-mapped: with `output.compression: none` nothing is copied. A job that is not
     complete is refused unless `partial` is true; its published parts are then what there is.
+    OutputError names a part that is missing or damaged.
     """
     import datasets
     from datasets.table import InMemoryTable
@@ -37,9 +40,8 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
 
 
 def read_parts(job: JobDirectory, which: Which) -> pa.Table:
-    """The parts of one folder, one after another, memory-mapped."""
-    schema = {"data": job.schema, "errors": ERROR_SCHEMA, "stats": STATS_SCHEMA}[which]
-    tables = [schema.empty_table().replace_schema_metadata(None)]
+    """The parts of one folder, one after another, memory-mapped; OutputError as `read_part_of`."""
+    tables = [schema_of(job, which).empty_table()]
     for index in range(job.num_parts):
         table = read_part_of(job, which, index)
         tables += [table] if table is not None else []
@@ -47,10 +49,36 @@ def read_parts(job: JobDirectory, which: Which) -> pa.Table:
 
 
 def read_part_of(job: JobDirectory, which: Which, index: int) -> pa.Table | None:
-    """One part, memory-mapped; None where it is not published or holds no such rows."""
+    """One part, memory-mapped; None where it is not published or holds no such rows.
+
+    OutputError names a file that is damaged and, of a complete job, one that is gone. Of a job that
+    still runs a part may be between two revisions: its files are then read as they are.
+    """
+    if job.is_complete:
+        fault = fault_of_part(job, index)
+        if fault is not None:
+            raise damaged(job, fault)
     folder = {"data": job.data, "errors": job.errors, "stats": job.stats}[which]
     path = folder / job.part_name(index)
     if not path.exists() or not (job.data / path.name).exists():
         return None
-    with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-        return reader.read_all().replace_schema_metadata(None)
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+            table = reader.read_all().replace_schema_metadata(None)
+    except UNREADABLE as error:
+        raise damaged(job, f"{which}/{path.name}: {error}") from error
+    if not table.schema.equals(schema_of(job, which)):
+        raise damaged(job, f"{which}/{path.name}: its schema is not this job's")
+    return table
+
+
+def schema_of(job: JobDirectory, which: Which) -> pa.Schema:
+    """The columns of one folder's parts, without metadata."""
+    schemas = {"data": job.schema, "errors": ERROR_SCHEMA, "stats": STATS_SCHEMA}
+    return schemas[which].remove_metadata()
+
+
+def damaged(job: JobDirectory, fault: str) -> OutputError:
+    """What is said of a part that cannot be read: its file, why, and what makes it again."""
+    root = shlex.quote(str(job.root))
+    return OutputError(f"{job.root}/{fault}; `spot-batch resume {root}` makes it again")

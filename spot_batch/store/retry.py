@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spot_batch.records import SKIP_CODES
+from spot_batch.records import MACHINE_CODES, ROW_CODES
 from spot_batch.store.directory import JobDirectory, OutputError
 from spot_batch.store.files import publish_bytes
-from spot_batch.store.load import read_part_of
-from spot_batch.store.scan import PartInfo, read_part
+from spot_batch.store.load import damaged, read_part_of
+from spot_batch.store.scan import PartInfo, fault_of_parts, read_part
 from spot_batch.store.schema import ERROR, ERROR_STRUCT, SAMPLE_ID, STATS, STATS_STRUCT
 from spot_batch.store.schema import segment_schema as schema_of_segments
 from spot_batch.store.segments import publish_rows
@@ -30,24 +30,12 @@ SEGMENT_ROWS = 8_192
 
 
 def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
-    """Opens a complete job for its error rows of these codes (none: all that failed); how many.
+    """Opens a complete job for its error rows of these codes; how many they are.
 
-    OutputError where the job is not complete, ValueError where it has no such rows. The caller
-    holds the driver's lease.
+    Without codes it is all rows whose fault is not their own. Raises what `retried_parts` raises.
+    The caller holds the driver's lease.
     """
-    if not job.is_complete:
-        raise OutputError(f"{job.root}: not complete yet; `spot-batch resume` it first")
-    parts = [read_part(job, index) for index in range(job.num_parts)]
-    affected = [
-        part
-        for part in parts
-        if part is not None and any(_is_retried(each, codes) for each in part.totals.error_codes)
-    ]
-    if not affected:
-        known = sorted({code for part in parts if part for code in part.totals.error_codes})
-        raise ValueError(
-            f"{job.root}: no error rows to retry; codes there are: {', '.join(known) or 'none'}"
-        )
+    affected = retried_parts(job, codes)
     job.success.unlink(missing_ok=True)
     job.reach("retry.opened")
     count = 0
@@ -62,8 +50,38 @@ def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
     return count
 
 
+def retried_parts(job: JobDirectory, codes: Collection[str] = ()) -> list[PartInfo]:
+    """The parts with error rows that another try may mend, of these codes; changes nothing.
+
+    OutputError where the job is not complete or a part is damaged, ValueError where there are no
+    such rows, for a code that nobody knows, and for one of rows that would fail again.
+    """
+    if not job.is_complete:
+        raise OutputError(f"{job.root}: not complete yet; `spot-batch resume` it first")
+    fault = fault_of_parts(job)  # every byte: what a part keeps is republished as sound
+    if fault is not None:
+        raise damaged(job, fault)
+    parts = [part for index in range(job.num_parts) if (part := read_part(job, index)) is not None]
+    held = sorted({code for part in parts for code in part.totals.error_codes})
+    there_are = f"codes there are: {', '.join(held) or 'none'}"
+    for code in codes:
+        if code in ROW_CODES:
+            raise ValueError(
+                f"--code: {code} is a fault of the row, which would fail again: "
+                "mend the input, and run it as another job"
+            )
+        if code not in MACHINE_CODES and code not in held:
+            raise ValueError(f"--code: no error code is named {code!r}; {there_are}")
+    affected = [
+        part for part in parts if any(_is_retried(each, codes) for each in part.totals.error_codes)
+    ]
+    if not affected:
+        raise ValueError(f"{job.root}: no error rows that a retry could mend; {there_are}")
+    return affected
+
+
 def _is_retried(code: str, codes: Collection[str]) -> bool:
-    return code in codes if codes else code not in SKIP_CODES
+    return code in codes if codes else code not in ROW_CODES
 
 
 def _kept_rows(job: JobDirectory, part: PartInfo, codes: Collection[str]) -> Iterator[pa.Table]:

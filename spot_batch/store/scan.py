@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 from spot_batch.store.directory import JobDirectory
 from spot_batch.store.files import sha256_of
 from spot_batch.store.intervals import IntervalSet
-from spot_batch.store.schema import BATCH_ROWS
+from spot_batch.store.schema import BATCH_ROWS, ERROR_SCHEMA
 from spot_batch.store.segments import BadSegment, SegmentInfo, list_segments, read_info
 from spot_batch.store.summary import Totals
 
@@ -104,17 +105,25 @@ def read_part(job: JobDirectory, index: int, *, verify: bool = False) -> PartInf
     return None
 
 
-def fault_of_parts(job: JobDirectory) -> str | None:
+def fault_of_parts(job: JobDirectory, *, verify: bool = True) -> str | None:
     """What is wrong with the first part that is not as it was written; removes nothing."""
-    for index in range(job.num_parts):
-        name = job.part_name(index)
-        if not (job.data / name).exists():
-            return f"data/{name}: is gone"
-        try:
-            _sound_part(job, index, verify=True)
-        except UNREADABLE as error:
-            _raise_if_refused(error)
-            return f"data/{name}: {error}"
+    faults = (fault_of_part(job, index, verify=verify) for index in range(job.num_parts))
+    return next(filter(None, faults), None)
+
+
+def fault_of_part(job: JobDirectory, index: int, *, verify: bool = False) -> str | None:
+    """Which file of a part is not as it was written, and why; None for a part that counts.
+
+    `verify` compares hashes too. Removes nothing.
+    """
+    name = job.part_name(index)
+    if not (job.data / name).exists():
+        return f"data/{name}: is gone"
+    try:
+        _sound_part(job, index, verify=verify)
+    except UNREADABLE as error:
+        _raise_if_refused(error)
+        return str(error) if isinstance(error, BadPart) else f"data/{name}: {error}"
     return None
 
 
@@ -122,23 +131,33 @@ def _sound_part(job: JobDirectory, index: int, *, verify: bool) -> PartInfo:
     """The part; one of UNREADABLE where it does not count."""
     name = job.part_name(index)
     path, errors_path, stats_path = (folder / name for folder in (job.data, job.errors, job.stats))
-    stored = _stored_facts(stats_path)
-    if path.stat().st_size != stored.num_bytes:
-        raise BadPart("its size is not that of the part that was written")
-    has_errors = errors_path.exists()
-    if verify:
-        if sha256_of(path) != stored.sha256:
+    if not stats_path.exists():
+        raise BadPart(f"stats/{name}: is gone")
+    with _named(stats_path):
+        stored = _stored_facts(stats_path)
+    with _named(path):
+        if path.stat().st_size != stored.num_bytes:
+            raise BadPart("its size is not that of the part that was written")
+        if verify and sha256_of(path) != stored.sha256:
             raise BadPart("its bytes are not those that were written (sha256)")
-        _read_all_of(stats_path)
-        if has_errors and stored.errors_sha256 is None:  # written before errors had a hash
-            _read_all_of(errors_path)
-        elif has_errors and sha256_of(errors_path) != stored.errors_sha256:
-            raise BadPart(f"errors/{name}: its bytes are not those that were written (sha256)")
-    num_rows = count_rows(path, job.schema)
-    num_errors = count_rows(errors_path, None) if has_errors else 0
+        num_rows = count_rows(path, job.schema)
+    if verify:
+        with _named(stats_path):
+            _read_all_of(stats_path)
+    has_errors = errors_path.exists()
+    if stored.num_errors and not has_errors:
+        raise BadPart(f"errors/{name}: is gone")
+    num_errors = 0
+    if has_errors:
+        with _named(errors_path):
+            if verify and stored.errors_sha256 is None:  # written before errors had a hash
+                _read_all_of(errors_path)
+            elif verify and sha256_of(errors_path) != stored.errors_sha256:
+                raise BadPart("its bytes are not those that were written (sha256)")
+            num_errors = count_rows(errors_path, ERROR_SCHEMA.with_metadata(job.schema.metadata))
     num_ids = len(job.part_ids(index))
     if num_rows + num_errors != num_ids or stored.num_errors != num_errors:
-        raise BadPart(f"{num_rows} rows and {num_errors} errors for {num_ids} ids")
+        raise BadPart(f"data/{name}: {num_rows} rows and {num_errors} errors for {num_ids} ids")
     return PartInfo(
         index=index,
         name=name,
@@ -148,6 +167,16 @@ def _sound_part(job: JobDirectory, index: int, *, verify: bool) -> PartInfo:
         totals=stored.totals,
         revision=stored.revision,
     )
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What is wrong with a file, under its name in the job directory."""
+    try:
+        yield
+    except UNREADABLE as error:
+        _raise_if_refused(error)
+        raise BadPart(f"{path.parent.name}/{path.name}: {error}") from error
 
 
 def _raise_if_refused(error: Exception) -> None:
@@ -193,8 +222,6 @@ class PartFacts:
 
 
 def _stored_facts(path: Path) -> PartFacts:
-    if not path.exists():
-        raise BadPart("no statistics stand beside it")
     with pa.memory_map(str(path)) as source:
         metadata = pa.ipc.open_file(source).schema.metadata or {}
     return PartFacts.from_json(metadata[PART_KEY])

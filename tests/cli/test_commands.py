@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -143,13 +144,54 @@ def test_validate_renders_prompts_and_counts_rows_that_cannot_be_used(tmp_path: 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "one?"}\n{"text": ""}\n{"text": "three?"}\n')
     done = Done(["validate", "-i", path])
-    assert done.code == 0, done.wrong
+    assert done.code == 3, done.wrong
+    assert Done(["validate", "-i", path, "--set", "failure.max_error_fraction=0.5"]).code == 0
     assert "one?" in done.shown
     assert "three?" in done.shown
-    assert "1 of 3 rows cannot be used: empty_prompt" in done.shown
+    assert "1 of 3 rows cannot be used: empty_prompt, the first: rows.jsonl line 2" in done.shown
+    assert "a job ends with exit code 3 (failure.max_error_fraction is 0.01)" in done.shown
     document = json.loads(Done(["validate", "-i", path, "--json"]).shown)
     assert document["faults"] == {"empty_prompt": 1}
+    assert (document["exit_code"], document["num_unreadable"]) == (3, 0)
     assert document["columns"]["generation"] == "string"
+
+
+def test_validate_and_submit_count_the_same_unreadable_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "one?"}\n{"text"\n{"text": ""}\n')
+    done = Done(["validate", "-i", path])
+    planned = Done(["submit", "-i", path, "-o", tmp_path / "out", "--dry-run"])
+    line = "3 rows, prompts in column 'text'; 1 row is unreadable, the first: rows.jsonl line 2"
+    assert line in done.shown
+    assert line in planned.shown
+    assert "unreadable: rows.jsonl line 2: bad_json" in done.shown
+    assert "1 of 3 rows cannot be used: empty_prompt, the first: rows.jsonl line 3" in done.shown
+    assert "cannot be used: bad_json" not in done.shown
+
+
+@pytest.mark.parametrize("command", [["validate"], ["submit", "--dry-run", "-o", "out"]])
+def test_a_compressed_input_is_looked_at_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with gzip.open("rows.jsonl.gz", "wt") as file:
+        file.write('{"text": "one?"}\n')
+    done = Done([*command, "-i", "rows.jsonl.gz"])
+    assert done.code == 0, done.wrong
+    assert "one?" in done.shown
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"]
+
+
+def test_a_refused_submit_leaves_nothing(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write('{"text": "one?", "generation": 1}\n')
+    for wrong in (["--prompt", "no"], []):  # the second: a column of ours
+        done = Done(["submit", "-i", tmp_path / "rows.jsonl.gz", "-o", tmp_path / "out", *wrong])
+        assert done.code == 2, done.wrong
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"]
+    (tmp_path / "out").mkdir()
+    assert Done(["submit", "-i", "nowhere.jsonl", "-o", tmp_path / "out"]).code == 2
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_status_reads_the_directory_alone(tmp_path: Path) -> None:
@@ -269,8 +311,10 @@ def test_a_complete_job_without_its_parts_is_not_called_complete(tmp_path: Path)
     assert done.code == 0
     document = json.loads(done.shown)
     assert document["state"] == "damaged"
-    assert document["missing_part"] == f"data/{job.part_name(0)}"
-    assert f"damaged: data/{job.part_name(0)} is missing" in Done(["status", out]).shown
+    assert document["damage"] == f"data/{job.part_name(0)}: is gone"
+    shown = Done(["status", out]).shown
+    assert f"damaged: data/{job.part_name(0)}: is gone" in shown
+    assert f"to go on: spot-batch resume {out}" in shown
 
 
 def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(

@@ -19,14 +19,17 @@ SHORT = {"generation.max_new_tokens": 36, "input.custom_id": "id", "generation.n
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> JobDirectory:
     folder = tmp_path_factory.mktemp("job")
-    rows = write_rows(folder, prompts(3))
+    rows = write_rows(folder, [*prompts(3), {"id": "empty", "question": ""}])
     job = run_here(folder / "out", small_spec(rows, SHORT))
     rows.unlink()  # the published rows hold what their prompts were made of
     return job
 
 
 def altered(job: JobDirectory, column: str, place: int, value: int) -> tuple[str, int]:
-    """Changes one element of a list column of the first row; returns the row."""
+    """Changes one element of a list column of the first row; returns the row.
+
+    The job loses its mark of success: a complete one refuses a part that is not as it was written.
+    """
     path = job.data / job.part_name(0)
     with pa.ipc.open_file(path.read_bytes()) as reader:
         table = reader.read_all()
@@ -39,6 +42,10 @@ def altered(job: JobDirectory, column: str, place: int, value: int) -> tuple[str
     )
     with pa.ipc.new_file(path, table.schema) as writer:
         writer.write_table(table)
+    if job.is_complete:
+        with pytest.raises(OutputError, match=f"data/{path.name}: .* makes it again"):
+            replay(job, "q-0")
+        job.success.unlink()
     return table["custom_id"][0].as_py(), table["sample_index"][0].as_py()
 
 
@@ -52,6 +59,8 @@ def test_a_published_sample_comes_out_the_same(job: JobDirectory) -> None:
     assert json.loads(shown.output)["differing"] == []
     with pytest.raises(OutputError, match="no published sample 0 of a row with custom_id 'x'"):
         replay(job, "x")
+    with pytest.raises(OutputError, match=r"sample 1 of row 'empty' .* in errors/: empty_prompt: "):
+        replay(job, "empty", sample_index=1)
 
 
 def test_another_token_is_the_first_difference_with_its_gap(job: JobDirectory) -> None:

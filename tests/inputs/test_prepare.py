@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,7 +135,7 @@ def test_faults_name_file_and_line_and_keep_what_was_asked(tmp_path: Path) -> No
     assert found[1][2].startswith("a.jsonl line 3: not JSON: Expecting ':' delimiter")
     assert found[2] == ("bad_custom_id", "prompt", "a.jsonl line 4: column 'id' is empty")
     assert found[3][:2] == ("too_long", "prompt")
-    assert [sample.custom_id for sample in made] == ["x", "y", "2", "3", "z"]
+    assert [sample.custom_id for sample in made] == ["x", "y", None, None, "z"]
     assert made[2].prompt_text == '{"prompt"'
     assert made[4].prompt_text.startswith("long long")
 
@@ -230,3 +231,41 @@ def test_audits_are_chosen_by_hash() -> None:
     assert len(others) == 8
     assert set(first[3:]) < set(others)
     assert chosen(3, passed_over={0, 1, 2}) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "custom_id", "code"),
+    [
+        ('{"id": "mine", "prompt": 5}', "mine", "bad_type"),
+        ('{"id": "mine", "prompt": "\\ud800"}', "mine", "bad_encoding"),
+        ('{"id": "mine", "prompt": ""}', "mine", "empty_prompt"),
+        ('{"id": "mine", "prompt": "x", "top_p": 7}', "mine", "bad_override"),
+        ('{"id": 17, "prompt": "x"}', "17", "bad_type"),
+        ('{"id": "\\ud800", "prompt": "x"}', None, "bad_encoding"),
+        ('{"id": "", "prompt": "x"}', None, "bad_custom_id"),
+        ('{"id": "mine", "prompt"', None, "bad_json"),
+    ],
+)
+def test_an_error_row_has_its_own_id_or_none(
+    tmp_path: Path, line: str, custom_id: str | None, code: str
+) -> None:
+    """The row's number would be the id of the row that is really named 1."""
+    good = '{"id": "1", "prompt": "p", "top_p": 0.5}\n'
+    (tmp_path / "a.jsonl").write_text(good + line + "\n")
+    spec = {"input__custom_id": "id", "generation__per_row": ["top_p"]}
+    made = preparer(tmp_path / "a.jsonl", **spec).prepare([0, 1])  # type: ignore[arg-type]
+    assert made[1].error is not None
+    assert [made[0].custom_id, made[1].custom_id, made[1].error.code] == ["1", custom_id, code]
+    (tmp_path / "b.jsonl").write_text(good + line + "\n")
+    (numbered,) = preparer(tmp_path / "b.jsonl").prepare([1])
+    assert numbered.custom_id == "1", "no column of ids: the number is the id"
+
+
+def test_an_error_row_of_a_table_has_its_own_id(tmp_path: Path) -> None:
+    text = pa.array([b"good", b"bad \xff"], pa.binary()).view(pa.string())
+    ids = pa.array([b"a", b"b"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": text, "id": ids}), tmp_path / "a.parquet")
+    made = preparer(tmp_path / "a.parquet", input__custom_id="id").prepare([0, 1])
+    assert made[1].error is not None
+    assert [made[0].custom_id, made[1].custom_id] == ["a", "b"]
+    assert made[1].error.code == "bad_encoding"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.inputs import InputReader, pin_input, recognised
+from spot_batch.inputs import InputError, InputReader, pin_input, recognised
 from spot_batch.job import JobSpec, load_spec
 from tests.store.jobs import make_spec, write_jsonl
 
@@ -73,6 +73,14 @@ def test_what_a_request_asks_for_is_used(tmp_path: Path) -> None:
         ({"max_tokens": 7}, "body.max_tokens and body.max_completion_tokens differ"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+        ({"max_tokens": 0, "max_completion_tokens": None}, "body.max_tokens must be a whole"),
+        ({"max_completion_tokens": 10**6}, "body.max_completion_tokens must be a whole"),
+        ({"max_completion_tokens": True}, "got True"),
+        ({"temperature": "hot"}, "body.temperature must be a number, got 'hot'"),
+        ({"temperature": -1}, "body.temperature must be 0 or from"),
+        ({"top_p": 0}, "body.top_p must be from"),
+        ({"seed": 2**70}, "body.seed must be a whole number"),
+        ({"stop": ["a", ""]}, "body.stop must be texts, none empty"),
         ({"messages": "Hi"}, "body.messages is missing, or no list"),
     ],
 )
@@ -85,7 +93,7 @@ def test_what_is_not_implemented_is_an_error_of_its_row_that_names_it(
     assert named in pinned.faults[0]
     read = InputReader(pinned).read([0, 1])
     assert list(read.faults) == [1]
-    assert read.faults[1].code == "bad_request"
+    assert (read.faults[1].code, read.faults[1].custom_id) == ("bad_request", "bad")
 
 
 FORMAT: dict[str, object] = {"input__format": "openai-batch"}
@@ -100,6 +108,13 @@ def test_another_method_or_url_is_an_error_of_its_row(tmp_path: Path) -> None:
     pinned = pin_input(make_spec(write_jsonl(tmp_path / "b.jsonl", rows), **FORMAT))
     assert "'/v1/embeddings' is not implemented" in pinned.faults[0]
     assert "'GET' is not implemented" in pinned.faults[1]
+
+
+def test_an_id_stands_once_also_among_rows_with_faults(tmp_path: Path) -> None:
+    rows = [request("a"), request("b"), request("a", tools=[1])]
+    path = write_jsonl(tmp_path / "b.jsonl", rows)
+    with pytest.raises(InputError, match=r"'a' stands twice .* line 1 and b\.jsonl line 3"):
+        pin_input(make_spec(path, **FORMAT))
 
 
 def test_a_resolved_spec_of_requests_loads_again(tmp_path: Path) -> None:

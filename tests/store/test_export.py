@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import duckdb
@@ -14,7 +15,7 @@ import pytest
 
 import spot_batch
 from spot_batch.store import JobDirectory, OutputError, compact, finalize, publish_segment
-from spot_batch.store.export import ExportSpec, Format, export
+from spot_batch.store.export import ExportSpec, Format, export, format_of
 from tests.inputs.test_requests import request
 from tests.store.jobs import make_job, make_outcomes, prompts, write_jsonl
 from tests.store.test_parts import hurtful_table
@@ -141,6 +142,27 @@ def test_no_rows_are_exported_too(tmp_path: Path, kind: Format) -> None:
     finalize(job, check=None, facts=None)
     assert export(job, tmp_path / "x", ExportSpec(format=kind)) == 0
     assert (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"format": "openai-batch", "group": True}, "no --as, --group, --columns or --where"),
+        ({"format": "jsonl", "columns": ("a", "b", "a")}, "--columns: 'a' is named twice"),
+        ({"format": "jsonl", "group": True, "shape": "messages"}, "exclude each other"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExportSpec(**given)
+
+
+def test_the_format_is_that_of_the_name() -> None:
+    names = ["x.parquet", "x.JSONL", "x.arrows", "x"]
+    assert [format_of(Path(name)) for name in names] == ["parquet", "jsonl", "arrow-stream", "hf"]
+    for name in ("x.csv", "v1.0"):
+        with pytest.raises(ValueError, match=r"known are \.parquet, \.jsonl, \.arrows"):
+            format_of(Path(name))
 
 
 def test_a_snapshot_says_that_it_is_one(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spot_batch.records import RowError
 from spot_batch.store import (
     JobDirectory,
     OutputError,
@@ -13,11 +15,12 @@ from spot_batch.store import (
     compact,
     finalize,
     publish_segment,
+    retried_parts,
     scan,
 )
 from spot_batch.store.scan import read_part
-from tests.store.jobs import make_job, make_outcomes
-from tests.store.test_parts import hurtful_table, sha256s
+from tests.store.jobs import make_job, make_outcomes, prompts
+from tests.store.test_parts import flip, hurtful_table, sha256s
 
 
 def finished(root: Path, failed: set[int]) -> JobDirectory:
@@ -66,12 +69,46 @@ def test_rows_that_fail_again_stay_errors_and_others_are_kept(tmp_path: Path) ->
 
 def test_what_cannot_be_retried_is_said(tmp_path: Path) -> None:
     job = finished(tmp_path / "job", failed={3})
-    with pytest.raises(ValueError, match="no error rows to retry; codes there are: oom"):
-        begin_retry(job, ["too_long"])
+    for code, message in (
+        ("actor_crash", "no error rows that a retry could mend; codes there are: oom"),
+        ("ooom", "--code: no error code is named 'ooom'; codes there are: oom"),
+        ("too_long", "--code: too_long is a fault of the row, which would fail again"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            begin_retry(job, [code])
+    with pytest.raises(ValueError, match="no error code is named 'ooom'"):
+        begin_retry(job, ["oom", "ooom"])
     assert job.is_complete
+    assert retried_parts(job, ["oom", "actor_crash"])
     begin_retry(job)
     with pytest.raises(OutputError, match="not complete yet"):
         begin_retry(job)
+
+
+def test_rows_whose_fault_is_their_own_are_not_retried(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job", prompts(6))
+    outcomes = make_outcomes(job, range(6), failed={1, 2})
+    own = RowError(code="empty_prompt", stage="prompt", message="nothing")
+    outcomes[1] = replace(outcomes[1], result=own)
+    publish_segment(job, outcomes)
+    finalize(job, check=None, facts=None)
+    assert begin_retry(job) == 1
+    publish_segment(job, [make_outcomes(job, [2])[0]])
+    totals = finalize(job, check=None, facts=None).totals
+    assert totals.error_codes == {"empty_prompt": 1}
+    with pytest.raises(ValueError, match=r"no error rows that .* empty_prompt"):
+        begin_retry(job)
+
+
+@pytest.mark.parametrize("folder", ["data", "errors"])
+def test_a_damaged_part_is_not_republished(tmp_path: Path, folder: str) -> None:
+    job = finished(tmp_path / "job", failed={3})
+    path = job.root / folder / job.part_name(0)
+    flip(path, path.stat().st_size // 3)
+    with pytest.raises(OutputError, match=f"{folder}/{path.name}.*resume .* makes it again"):
+        begin_retry(job)
+    assert job.is_complete
+    assert path.exists()
 
 
 class Stopped(BaseException):
