@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from spot_batch.decoding import Engine, EngineSettings, LatencyTable, measure_latency
+from spot_batch.decoding.memory import GIB, PrefixMemory, prefix_memory
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.inputs import InputReader, PreparedSample, PromptRenderer, RowReader, SamplePreparer
@@ -38,6 +40,7 @@ from spot_batch.records import (
     Purpose,
     Receipt,
     Request,
+    RowError,
     unreported,
 )
 from spot_batch.store import JobDirectory, publish_segment
@@ -52,8 +55,9 @@ logger = logging.getLogger(__name__)
 
 # On a CPU more samples a forward bring no more tokens a second, only later first rows.
 AUTO_MAX_SEQUENCES = {"cpu": 8, "cuda": 128}
-# Samples prepared and waiting in the engine, beside those in flight.
-READY_SHARE = 0.5
+# Samples prepared and waiting in the engine, beside those in flight: all that an actor is lent, so
+# that the longest of them go first and the last ones to fly are short.
+READY_SHARE = 1.0
 # The first rows are published early: a person waits to see them.
 FIRST_ROWS = 3
 IDLE_WAIT_S = 0.2
@@ -98,12 +102,13 @@ class Decoder(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
     """What an actor works with. `text` makes the generation column of token ids; stop strings are
-    looked for in the same."""
+    looked for in the same. `too_large` says why a sample's prefix fits no memory here, if so."""
 
     engine: Decoder
     preparer: SamplePreparer
     text: Callable[[Sequence[int]], str]
     drafter: str
+    too_large: Callable[[Request], str | None] = lambda request: None
 
 
 Load = Callable[[JobDirectory, torch.device], Loaded]
@@ -135,6 +140,7 @@ class Actor:
         self._text = loaded.text
         self._engine = loaded.engine
         self._preparer = loaded.preparer
+        self._too_large = loaded.too_large
         self._max_sequences = engine_settings(spec, where).max_sequences
         # A trajectory is recorded from its beginning or not at all.
         self._checkpoint_s = (
@@ -236,9 +242,14 @@ class Actor:
                     assert prepared.error is not None
                     self._finished[purpose].append(prepared.outcome(prepared.error))
                     continue
+                request = replace(prepared.request, begun=begun.get(prepared.sample_id))
+                too_large = self._too_large(request)
+                if too_large is not None:
+                    error = RowError(code="oom", stage="decode", message=too_large)
+                    self._finished[purpose].append(prepared.outcome(error))
+                    continue
                 self._samples[prepared.sample_id] = _Sample(purpose, prepared)
-                at = begun.get(prepared.sample_id)
-                self._engine.add(replace(prepared.request, begun=at))
+                self._engine.add(request)
         self._job.reach("actor.admitted")
 
     def _take(self, room: int) -> list[tuple[Purpose, int]]:
@@ -319,7 +330,8 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
         numerics = measure_numerics(target)
         numerics.require(job.claim_numerics(asdict(numerics)))
     proposer = load_drafter(drafter, block_length=info.block_length, device=device)
-    settings = engine_settings(spec, device)
+    memory = _prefix_memory(spec, target)
+    settings = replace(engine_settings(spec, device), max_positions=max(1, memory.num_positions))
     latency = None
     if settings.budget == "auto" and proposer is not None:
         latency = _latency(job, target, proposer, info, settings)
@@ -340,7 +352,34 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
         record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
     )
     preparer = sample_preparer(spec, job.pinned, info, tokenizer)
-    return Loaded(engine=engine, preparer=preparer, text=text, drafter=drafter.name)
+    return Loaded(
+        engine=engine,
+        preparer=preparer,
+        text=text,
+        drafter=drafter.name,
+        too_large=partial(memory.fault, block_length=info.block_length),
+    )
+
+
+def _prefix_memory(spec: JobSpec, target: BlockTarget) -> PrefixMemory:
+    """What an actor may fill with prefixes: the actors of a CPU share its memory, those of a GPU
+    share it as they share the GPU."""
+    resources = spec.resources
+    if target.device.type == "cpu":
+        at_most = max(1, len(os.sched_getaffinity(0)) // resources.num_threads)
+        num_sharing = float(at_most if resources.actors == "auto" else resources.actors)
+    else:
+        part = resources.gpus_per_actor
+        num_sharing = 1.0 if part == "auto" or part >= 1.0 or part == 0.0 else 1.0 / part
+    memory = prefix_memory(
+        target.device,
+        position_bytes=target.body.sizes.kv_bytes(target.dtype.itemsize),
+        share=resources.prefix_share,
+        gib=resources.prefix_gib,
+        num_sharing=num_sharing,
+    )
+    logger.info("%.1f GiB for prefixes", memory.num_bytes / GIB)
+    return memory
 
 
 def _latency(
@@ -368,7 +407,10 @@ def _latency(
     if stored is not None:
         return LatencyTable.from_json(stored, f"{job.latency_path(of_what)}")
     table = measure_latency(
-        target, drafter, max_slots=min(settings.max_slots, 4 * settings.max_sequences)
+        target,
+        drafter,
+        max_slots=min(settings.max_slots, 4 * settings.max_sequences),
+        max_positions=settings.max_positions,
     )
     logger.info("latency measured up to %d slots", table.slots[-1])
     return LatencyTable.from_json(job.keep_latency(of_what, table.to_json()))
@@ -400,6 +442,7 @@ def engine_settings(spec: JobSpec, device: torch.device) -> EngineSettings:
         budget=budget,
         gamma=spec.speculation.gamma,
         crossing=spec.speculation.crossing,
+        longest_first=spec.scheduling.order == "longest_first",
     )
 
 

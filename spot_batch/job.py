@@ -75,6 +75,7 @@ def _one_or_many(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Seed = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, lt=2**64)]
 Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0.0, le=1.0)]
+Share = Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)]
 Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, allow_inf_nan=False)]
 AutoOrCount = Annotated[int | Literal["auto"], PlainValidator(_auto_or(int, 1))]
 AutoOrBudget = Annotated[int | Literal["auto"], PlainValidator(_auto_or(int, 0))]
@@ -259,6 +260,8 @@ class ResourcesSpec(Section):
     actors: AutoOrCount = "auto"
     gpus_per_actor: AutoOrAmount = "auto"
     cpu_threads: AutoOrCount = 1
+    prefix_share: Share = 0.8
+    prefix_gib: Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0)] | None = None
 
     @property
     def num_threads(self) -> int:
@@ -267,7 +270,7 @@ class ResourcesSpec(Section):
 
 
 class SchedulingSpec(Section):
-    order: Literal["input"] = "input"
+    order: Literal["longest_first", "input"] = "longest_first"
     lease_seconds: Seconds = 30.0
     publish_seconds: Seconds = 10.0
     checkpoint_seconds: Seconds = 60.0

@@ -86,6 +86,23 @@ def test_a_faulty_row_is_an_error_and_its_neighbours_are_rows(tmp_path: Path) ->
     assert [row["id"] for row in rows_of(job)] == ["q-0", "q-1"]
 
 
+def test_a_row_that_fits_no_memory_is_an_error_with_its_bytes(tmp_path: Path) -> None:
+    """The bundled target takes 5,120 bytes a position: 128 of them fit, 256 do not."""
+    rows = [{"question": "1 + 1?", "max_new_tokens": length} for length in (12, 200, 12)]
+    few = {"resources.prefix_gib": 150 * 5_120 / 2**30, "generation.per_row": ["max_new_tokens"]}
+    job = make_job(tmp_path, rows, few)
+    with acting(job) as actor:
+        actor.offer(lease(range(3)))
+        receipts = collect(actor, 3)
+    assert [code for receipt in receipts for code in receipt.error_codes] == ["oom"]
+    assert [row["row_index"] for row in rows_of(job)] == [0, 2]
+    compact(job, 0)
+    with pa.OSFile(str(job.errors / job.part_name(0))) as source:
+        error = pa.ipc.open_file(source).read_all().to_pylist()[0]
+    assert "max_new_tokens 200 take 1,310,720 bytes of prefix memory, there are" in str(error)
+    assert "resources.prefix_share" in str(error)
+
+
 def test_an_audit_beside_its_own_sample_gives_the_same_tokens(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(4))
     with acting(job) as actor:

@@ -375,3 +375,19 @@ def test_a_dumped_spec_names_every_key_that_is_known() -> None:
 def test_the_package_and_its_metadata_agree_on_the_version() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     assert f'version = "{spot_batch.__version__}"' in project.read_text()
+
+
+def test_memory_for_prefixes_is_a_share_or_so_many_gib() -> None:
+    assert spec().resources.prefix_share == 0.8
+    assert spec(resources__prefix_gib=2.5).resources.prefix_gib == 2.5
+    assert mark(spec(resources__prefix_gib=1)) == mark(spec(resources__prefix_share=0.2))
+    assert "resources.prefix_share" in complaint(resources__prefix_share=0)
+    assert "resources.prefix_share" in complaint(resources__prefix_share=1.5)
+    assert "resources.prefix_gib" in complaint(resources__prefix_gib=0)
+    assert "resources.prefix_gib" in complaint(resources__prefix_gib=True)
+
+
+def test_the_order_of_leases_decides_no_bytes() -> None:
+    assert spec().scheduling.order == "longest_first"
+    assert mark(spec(scheduling__order="input")) == mark(spec())
+    assert "scheduling.order" in complaint(scheduling__order="shortest")

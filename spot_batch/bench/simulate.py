@@ -115,6 +115,9 @@ class _Tokens:
     def ensure(self, num_positions: int) -> None:
         """Nothing to do: lists grow."""
 
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        self.of_row += [[] for _ in range(num_rows - len(self.of_row))]
+
     def put(self, row: int, start: int, ids: Sequence[int]) -> None:
         self.of_row[row][start:] = ids
 

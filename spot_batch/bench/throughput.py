@@ -5,6 +5,8 @@ at its number of samples in flight; who shares the machine disturbs neighbouring
 ratio is the mean over passes of a turn against the baseline's turn of the same pass. Progress is
 counted in steps of draft-free decoding, of which a sample takes a fixed number: so steps a second
 are samples a second, and tokens a second follow from the tokens that a step of these samples makes.
+
+Beside them goes a plain loop over transformers (`bench.plain`), a batch of the same prompts a turn.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spot_batch.bench.plain import PlainLoop
 from spot_batch.decoding import Engine, EngineSettings, LatencyTable
 from spot_batch.decoding.latency import device_clock
 from spot_batch.drafters.base import Drafter, Proposals
@@ -53,6 +56,19 @@ class ThroughputRow:
     host_share: float
     drafted_per_forward: float
     steps_per_forward: float
+    num_passes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainRow:
+    """The plain loop over batches of so many prompts: tokens a second, and the ratio to the fastest
+    draft-free build with the ends of its 95 % interval over passes."""
+
+    sequences: int
+    tokens_per_s: float
+    ratio_to_draft_free: float
+    low: float
+    high: float
     num_passes: int
 
 
@@ -145,6 +161,24 @@ class _Contender:
 _LEAST_ROUNDS = 8
 
 
+@dataclass(slots=True)
+class _Plain:
+    """The plain loop, and the tokens a second of each of its turns: a whole batch each."""
+
+    loop: PlainLoop
+    clock: Callable[[], float]
+    requests: Sequence[Request]
+    number: Iterator[int] = field(default_factory=count)
+    speeds: list[float] = field(default_factory=list)
+
+    def turn(self, sequences: int) -> None:
+        batch = [self.requests[next(self.number) % len(self.requests)] for _ in range(sequences)]
+        begin_s = self.clock()
+        num_tokens = sum(map(len, self.loop.decode(batch)))
+        # An answer of no tokens takes its time as well.
+        self.speeds.append(max(1, num_tokens) / (self.clock() - begin_s))
+
+
 def measure_throughput(
     canonical: BlockTarget,
     fast: BlockTarget,
@@ -156,8 +190,11 @@ def measure_throughput(
     budgets: Sequence[int | Literal["auto"]],
     num_passes: int,
     turn_s: float = 1.0,
-) -> list[ThroughputRow]:
-    """A row for the baseline, one for canonical draft-free decoding, one for each budget."""
+    plain: PlainLoop | None = None,
+    num_plain_passes: int = 2,
+) -> tuple[list[ThroughputRow], PlainRow | None]:
+    """A row for the baseline, one for canonical draft-free decoding, one for each budget; and one
+    for the plain loop, which takes its turns in the first `num_plain_passes` passes."""
     clock = device_clock(canonical.device)
 
     def contender(
@@ -180,20 +217,22 @@ def measure_throughput(
         each.seconds = each.target.seconds = 0.0
         if each.drafter is not None:
             each.drafter.seconds = 0.0
+    beside = None if plain is None else _Plain(plain, clock, requests)
     for number in range(num_passes):
         at = number % len(contenders)
         for each in contenders[at:] + contenders[:at]:
             each.turn(sequences, turn_s)
-    return [_row(each, contenders[0], contenders[1], sequences) for each in contenders]
+        if beside is not None and number < num_plain_passes:
+            beside.turn(sequences)
+    rows = [_row(each, contenders[0], contenders[1], sequences) for each in contenders]
+    return rows, None if beside is None else _plain_row(beside, contenders[0], sequences)
 
 
 def _row(
     one: _Contender, baseline: _Contender, canonical: _Contender, sequences: int
 ) -> ThroughputRow:
     ratio, low, high = mean_ratio(one.speeds, baseline.speeds)
-    finished = [each for each in (one, baseline) if each.num_finished_steps]
-    assert finished, "no sample ended: more passes are needed"
-    per_step = finished[0].num_tokens / finished[0].num_finished_steps
+    per_step = _tokens_per_step(one, baseline)
     device_s = one.target.seconds + (one.drafter.seconds if one.drafter is not None else 0.0)
     return ThroughputRow(
         sequences=sequences,
@@ -207,6 +246,27 @@ def _row(
         drafted_per_forward=one.num_drafted / max(1, one.num_forwards),
         steps_per_forward=one.engine.num_steps / one.num_sample_rounds,
         num_passes=len(one.speeds),
+    )
+
+
+def _tokens_per_step(*contenders: _Contender) -> float:
+    """Of the first of them that has finished a sample."""
+    finished = [each for each in contenders if each.num_finished_steps]
+    assert finished, "no sample ended: more passes are needed"
+    return finished[0].num_tokens / finished[0].num_finished_steps
+
+
+def _plain_row(plain: _Plain, baseline: _Contender, sequences: int) -> PlainRow:
+    per_step = _tokens_per_step(baseline)
+    theirs = [speed * per_step for speed in baseline.speeds[: len(plain.speeds)]]
+    ratio, low, high = mean_ratio(plain.speeds, theirs)
+    return PlainRow(
+        sequences=sequences,
+        tokens_per_s=statistics.fmean(plain.speeds),
+        ratio_to_draft_free=ratio,
+        low=low,
+        high=high,
+        num_passes=len(plain.speeds),
     )
 
 

@@ -149,6 +149,9 @@ def throughput(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
     passes: Annotated[int, typer.Option(help="Turns of each.")] = 10,
+    plain_passes: Annotated[
+        int, typer.Option(help="Batches of the plain loop over transformers; 0: none.")
+    ] = 2,
     turn_seconds: Annotated[float, typer.Option(help="Length of a turn, in seconds.")] = 1.0,
     limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 200,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -162,10 +165,15 @@ def throughput(
         raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
     if passes < 2:
         raise ValueError(f"--passes must be at least 2, got {passes}")
+    if not 0 <= plain_passes <= passes:
+        raise ValueError(f"--plain-passes must be from 0 to --passes {passes}, got {plain_passes}")
     flights = numbers(sequences, int, "sequences")
     target, proposer = _loaded(model, drafter, "canonical", dtype, threads)
     if proposer is None:
         raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    import transformers
+
+    from spot_batch.bench.plain import FAMILY, PlainLoop
     from spot_batch.bench.prompts import make_requests, read_questions
     from spot_batch.bench.throughput import device_name, measure_throughput
     from spot_batch.decoding import LatencyTable, measure_latency
@@ -187,9 +195,13 @@ def throughput(
     else:
         costs = LatencyTable.from_json(table.read_text(encoding="utf-8"), f"{table}")
     fast = load_target(info, dtype=dtype, canonical=False)
-    rows = []
+    loop = None
+    transformers.utils.logging.disable_progress_bar()
+    if plain_passes and info.family.name == FAMILY:
+        loop = PlainLoop(info, dtype=target.dtype, device=target.device)
+    rows, of_plain = [], []
     for number in flights:
-        for row in measure_throughput(
+        measured, beside = measure_throughput(
             target,
             fast,
             proposer,
@@ -199,7 +211,17 @@ def throughput(
             budgets=wanted,
             num_passes=passes,
             turn_s=turn_seconds,
-        ):
+            plain=loop,
+            num_plain_passes=plain_passes,
+        )
+        if beside is not None:
+            of_plain.append(asdict(beside))
+            typer.echo(
+                f"in flight {beside.sequences:3}  plain loop      {beside.tokens_per_s:8.1f} "
+                f"tokens/s  {beside.ratio_to_draft_free:.3f}x [{beside.low:.3f}, "
+                f"{beside.high:.3f}] of draft-free, {beside.num_passes} batches"
+            )
+        for row in measured:
             rows.append(asdict(row))
             typer.echo(
                 f"in flight {row.sequences:3}  {row.budget:15} {row.tokens_per_s:8.1f} tokens/s  "
@@ -220,6 +242,7 @@ def throughput(
                 "max_new_tokens": max_new_tokens,
                 "latency": json.loads(costs.to_json()),
                 "rows": rows,
+                "plain": of_plain,
             }
             json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0

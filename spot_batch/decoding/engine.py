@@ -8,10 +8,11 @@ another forward. Draft-free decoding is the same loop with nothing drafted.
 
 from __future__ import annotations
 
+import heapq
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from spot_batch.decoding.budget import MOST_SLOTS, Budget, Load
 from spot_batch.decoding.drafting import Root, grow, noise_keys
 from spot_batch.decoding.latency import LatencyTable, device_clock
+from spot_batch.decoding.memory import longest_prefix
 from spot_batch.decoding.recording import TrajectoryRecorder
 from spot_batch.decoding.stops import Decode, End, find_end
 from spot_batch.decoding.transition import Choice, Rule, States, transition
@@ -27,6 +29,7 @@ from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore, top_log_probs
 from spot_batch.records import Begun, Completion, Request, SampleStats
+from spot_batch.targets.attention import padded_length
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,10 @@ class EngineSettings:
 
     `budget`: drafted slots a sample a round; `auto` shares out among all samples as many as the
     measured device has use for. `gamma`: least mass of a drafted state. `crossing`: draft over the
-    end of a block. `max_slots`: of one forward; a larger round runs several.
+    end of a block. `max_slots`: of one forward; a larger round runs several. `max_positions`: of
+    all rows of the cache together, padding included; samples join only while each could be written
+    to its end. `longest_first`: of the waiting ones the longest joins next, so that none of them is
+    alone at the end; else the one that has waited longest.
     """
 
     max_sequences: int = 32
@@ -49,6 +55,8 @@ class EngineSettings:
     gamma: float = 0.0
     crossing: bool = True
     max_slots: int = 1024
+    max_positions: int | None = None
+    longest_first: bool = False
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1:
@@ -59,6 +67,17 @@ class EngineSettings:
             raise ValueError(f"gamma must be at least 0 and below 1, got {self.gamma}")
         if self.max_slots < 2:
             raise ValueError(f"max_slots must be at least 2, got {self.max_slots}")
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ValueError(f"max_positions must be at least 1, got {self.max_positions}")
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """A request in line: the smallest rank is next, then who came first."""
+
+    rank: tuple[int, int]
+    number: int
+    request: Request = field(compare=False)
 
 
 @dataclass(slots=True)
@@ -348,13 +367,14 @@ class Engine:
         self._record_every = record_every
         self._drafter = drafter
         self._settings = settings
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[_Waiting] = []  # a heap
+        self._number = count()
         self.num_steps = 0
         self._samples: list[_Sample] = []
         self._max_slots, self._num_rows = settings.max_slots, settings.max_sequences
         self._is_draining = False
-        self._free_rows = list(range(settings.max_sequences - 1, -1, -1))
-        self._cache: PrefixCache = target.allocate(settings.max_sequences, target.block_length)
+        self._held = (self._rows_that_fit(padded_length(target.block_length)), target.block_length)
+        self._cache: PrefixCache = target.allocate(*self._held)
         self._stale = StaleStore(
             settings.max_sequences, target.block_length, target.vocab_size, target.device
         )
@@ -380,10 +400,20 @@ class Engine:
         return {number: begun for number, begun in found.items() if begun is not None}
 
     def add(self, request: Request) -> None:
-        """Queue a sample; it joins between rounds when there is room."""
+        """Queue a sample; it joins between rounds when there is room.
+
+        Raises ValueError where it could not even alone: `PrefixMemory.fault` says so beforehand.
+        """
         if request.params.stop and self._decode is None:
             raise ValueError("stop strings need an engine that was given `decode`")
-        self._waiting.append(request)
+        most, needed = self._settings.max_positions, self._longest(request)
+        if most is not None and needed > most:
+            raise ValueError(f"sample {request.sample_id} needs {needed} positions of {most}")
+        rank = (0, 0)
+        if self._settings.longest_first:
+            done = len(request.begun.token_ids) if request.begun is not None else 0
+            rank = (done - request.params.max_new_tokens, -len(request.prompt_ids))
+        heapq.heappush(self._waiting, _Waiting(rank, next(self._number), request))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -409,39 +439,69 @@ class Engine:
         finished = self._walk(plan, drafts, hidden, kept)
         done = [finished[sample.row] for sample in self._samples if sample.row in finished]
         self._samples = [sample for sample in self._samples if sample.row not in finished]
-        self._free_rows += finished
         return done
 
     def _admit(self) -> None:
-        """Let waiting samples join. Where memory does not hold their prefixes, fewer fly from now
-        on: the cache is made anew with half its rows once those in flight have landed."""
-        width = self._target.block_length
-        if self._is_draining and not self._samples:
-            self._halve_rows()
-        while self._waiting and self._free_rows and not self._is_draining:
-            sample = _Sample.of(self._waiting[0], row=self._free_rows[-1], width=width)
-            try:
-                self._cache.ensure(-(-sample.end // width) * width)
-            except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error) or self._num_rows == 1:
-                    raise
-                self._is_draining = True
+        """Let waiting samples join while there is a row for the next one."""
+        while self._waiting:
             if self._is_draining:
-                if not self._samples:
-                    self._halve_rows()
+                if self._samples:
+                    return
+                self._halve_rows()
+            request = self._waiting[0].request
+            row = self._row_for(request)
+            if self._is_draining:
                 continue
-            self._waiting.popleft()
-            self._free_rows.pop()
-            self._samples.append(sample)
+            if row is None:
+                return
+            heapq.heappop(self._waiting)
+            self._samples.append(_Sample.of(request, row=row, width=self._target.block_length))
             if self._auto is not None:
-                self._auto.joined(sample.row)
+                self._auto.joined(row)
+
+    def _row_for(self, request: Request) -> int | None:
+        """A free row that holds the sample at its longest; None while others must land first.
+
+        Rows are of one length, so there are as many as fit at that of the longest in flight. Where
+        memory does not hold them after all, fewer fly from now on: the cache is made anew with half
+        its rows once those in flight have landed.
+        """
+        used = {sample.row for sample in self._samples}
+        if len(used) >= self._num_rows:
+            return None
+        longest = max(self._longest(each) for each in (request, *self._in_flight()))
+        num_rows = self._rows_that_fit(longest)
+        row = min(set(range(len(used) + 1)) - used)
+        if max(row, *used, 0) >= num_rows:
+            return None
+        held_rows, held_positions = self._held
+        if row >= held_rows or longest > held_positions:
+            try:
+                self._cache.resize(num_rows, longest)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or num_rows == 1:
+                    raise
+                self._num_rows, self._is_draining = num_rows, True
+                return None
+            self._held = (num_rows, longest)
+        return row
+
+    def _rows_that_fit(self, num_positions: int) -> int:
+        most = self._settings.max_positions
+        return self._num_rows if most is None else min(self._num_rows, most // num_positions)
+
+    def _longest(self, request: Request) -> int:
+        return longest_prefix(request, self._target.block_length)
+
+    def _in_flight(self) -> list[Request]:
+        return [sample.request for sample in self._samples]
 
     def _halve_rows(self) -> None:
         self._num_rows = max(1, self._num_rows // 2)
         logger.warning("out of memory: at most %d samples in flight now", self._num_rows)
         del self._cache  # before there is another one
-        self._cache = self._target.allocate(self._num_rows, self._target.block_length)
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._held = (self._num_rows, self._target.block_length)
+        self._cache = self._target.allocate(*self._held)
         self._is_draining = False
 
     def _draft(self, load: Load) -> dict[int, _Draft]:

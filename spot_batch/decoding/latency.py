@@ -24,7 +24,8 @@ from spot_batch.decoding.transition import Rule, States, transition
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore
 from spot_batch.records import SamplingParams
-from spot_batch.targets.slots import SlotBatch, Target
+from spot_batch.targets.attention import padded_length
+from spot_batch.targets.slots import PrefixCache, SlotBatch, Target
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slots of a forward that are measured; on a GPU also the sizes that graphs are captured for."""
@@ -157,8 +158,10 @@ def measure_latency(
     max_slots: int,
     at_most_s: float = 3.0,
     num_keys: Sequence[int] | None = None,
+    max_positions: int | None = None,
 ) -> LatencyTable:
-    """The table of this device, for forwards of up to so many slots.
+    """The table of this device, for forwards of up to so many slots over a cache of no more than
+    `max_positions`, padding included: longer prefixes are left to the line, but for the shortest.
 
     Everything is gone through again and again until the time is up, and the middle of each one's
     times is taken: who shares the processor disturbs neighbouring entries alike. Sizes that the
@@ -166,11 +169,15 @@ def measure_latency(
     read, which other processes do not lengthen.
     """
     lengths = tuple(num_keys or _NUM_KEYS[target.device.type])
+    most = math.inf if max_positions is None else max_positions
+    lengths = lengths[:1] + tuple(each for each in lengths[1:] if padded_length(each) <= most)
     sizes = [size for size in BUCKETS if size <= max_slots] or [1]
     waves = [size for size in sizes if size <= _MOST_QUERIES]
     visits = [_visiting(target, waves, hot=hot) for hot in (False, True)]
     drafts = _drafting(target, drafter, waves) if drafter is not None else []
-    forwards = [_forwarding(target, sizes, length) for length in lengths]
+    num_rows = int(max(1, min(sizes[-1], 64, most // padded_length(lengths[-1]))))
+    cache = target.allocate(num_rows, lengths[-1])
+    forwards = [_forwarding(target, cache, num_rows, sizes, length) for length in lengths]
     kinds = [*visits, drafts, *forwards]
     rest = (1.0 - _FORWARD_SHARE) / (len(kinds) - len(lengths))
     shares = [rest] * (len(kinds) - len(lengths)) + [_FORWARD_SHARE / len(lengths)] * len(lengths)
@@ -245,11 +252,11 @@ def _rising(times: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(np.maximum.accumulate(middle).tolist()) if middle else ()
 
 
-def _forwarding(target: Target, sizes: Sequence[int], num_keys: int) -> list[Callable[[], object]]:
+def _forwarding(
+    target: Target, cache: PrefixCache, num_rows: int, sizes: Sequence[int], num_keys: int
+) -> list[Callable[[], object]]:
     width = target.block_length
     start = max(0, num_keys // width - 1) * width
-    num_rows = min(sizes[-1], 64)
-    cache = target.allocate(num_rows, start + width)
 
     def forward(size: int) -> Callable[[], object]:
         index = torch.arange(size, device=target.device)

@@ -52,17 +52,24 @@ class KVCache:
 
     @property
     def num_positions(self) -> int:
-        """Positions that a row holds."""
-        return self.keys[0].shape[2]
+        """Positions that a row holds in every layer."""
+        return min(layer.shape[2] for layer in (*self.keys, *self.values))
 
     def ensure(self, num_positions: int) -> None:
         """Make every row hold at least so many positions; what is stored stays."""
-        missing = padded_length(num_positions) - self.num_positions
-        if missing > 0:
-            # Both or none: where memory ends in between, the shorter ones still go together.
-            keys = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.keys]
-            values = [functional.pad(layer, (0, 0, 0, missing)) for layer in self.values]
-            self.keys, self.values = keys, values
+        if padded_length(num_positions) > self.num_positions:
+            self.resize(len(self.keys[0]), num_positions)
+
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        """Hold so many rows of so many positions; what of it is stored stays."""
+        num_positions = padded_length(num_positions)
+        # One at a time, so that there is never more than one twice. Where memory ends in between,
+        # all of them still hold what they held, and the next call evens them out.
+        for layers in (self.keys, self.values):
+            for index, layer in enumerate(layers):
+                more = (0, 0, 0, num_positions - layer.shape[2], 0, 0, 0, num_rows - len(layer))
+                if any(more):
+                    layers[index] = functional.pad(layer, more)
 
     def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""

@@ -127,6 +127,9 @@ class PrefixCache(Protocol):
     def ensure(self, num_positions: int) -> None:
         """Make every row hold at least so many positions; what is stored stays."""
 
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        """Hold so many rows of so many positions; what of it is stored stays."""
+
     def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
 

@@ -57,6 +57,9 @@ def test_latency_writes_a_table_that_the_others_read(target: Path, tmp_path: Pat
     assert all(cell["tokens_per_s"] > 0 and 0 < cell["host_share"] < 1 for cell in cells)
     assert all(cell["low"] <= cell["ratio_to_draft_free"] <= cell["high"] for cell in cells)
     assert all(cell["steps_per_forward"] >= 0.99 for cell in cells)
+    assert [cell["sequences"] for cell in document["plain"]] == [1, 3]
+    assert all(cell["tokens_per_s"] > 0 and cell["num_passes"] == 2 for cell in document["plain"])
+    assert "plain loop" in output
     code, output = bench(
         *("simulate", *model, "--tables", f"{table},h200-8b", "--sequences", "2", "--budgets", "2"),
         *("--rounds", "4", "--limit", "2", "--max-new-tokens", "12", "--json", str(rows)),
@@ -109,6 +112,8 @@ def test_a_ratio_is_between_turns_of_one_pass() -> None:
         (["throughput", "--budgets", "-1"], "--budgets wants whole numbers or auto"),
         (["throughput", "--unmasking", "all"], "--unmasking must be single or threshold"),
         (["throughput", "--passes", "1"], "--passes must be at least 2"),
+        (["throughput", "--plain-passes", "11"], "--plain-passes must be from 0 to --passes 10"),
+        (["throughput", "--plain-passes", "-1"], "--plain-passes must be from 0 to --passes 10"),
         (["throughput", "--sequences", "a"], "--sequences wants ints by comma"),
         (["throughput", "--drafter", "none"], "nothing to compare"),
         (["simulate", "--drafter", "none"], "nothing to compare"),

@@ -55,6 +55,12 @@ class IntegerCache:
         if missing > 0:
             self.stored = np.pad(self.stored, ((0, 0), (0, missing)), constant_values=_JUNK)
 
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        """Hold so many rows of so many positions; what of it is stored stays."""
+        kept = self.stored[:num_rows, :num_positions]
+        self.stored = np.full((num_rows, num_positions), _JUNK, dtype=np.uint64)
+        self.stored[: kept.shape[0], : kept.shape[1]] = kept
+
     def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
         """Store the `index`-th kept slot as the clean block at `start` of `row`."""
         assert isinstance(kept, IntegerKept), type(kept)
