@@ -28,6 +28,8 @@ from pydantic import (
     model_validator,
 )
 
+from spot_batch.remote import is_url, local_folder
+
 NUMERICS_VERSION = 1  # raised whenever canonical numerics would give other bits
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over it mean nothing
 LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
@@ -236,8 +238,13 @@ class OutputSpec(Section):
     @field_validator("path", mode="after")
     @classmethod
     def _a_directory(cls, value: str | None) -> str | None:
-        if value is not None and ("://" in value or not value):
-            raise ValueError(f"must be a folder on a file system, got {value!r}")
+        if value is not None and (not value or "::" in value):
+            raise ValueError(f"must be a folder or one URL, got {value!r}")
+        if value is not None and is_url(value) and value.endswith(ONE_FILE):
+            raise ValueError(
+                f"must be a job directory where it is a URL, got {value!r}; `spot-batch export` "
+                "makes one file of it"
+            )
         if value is not None and value.endswith((".arrow", ".csv", ".json")):
             raise ValueError(f"must be a folder, or one .jsonl or .parquet file, got {value!r}")
         return value
@@ -334,11 +341,18 @@ class JobSpec(Section):
 
     @property
     def directory(self) -> Path:
-        """The job directory: `output.path`, or beside the one file that it names."""
+        """The job directory: `output.path`, or beside the one file that it names.
+
+        Of a URL it is the folder on this machine in which the job is worked in.
+        """
         file = self.output.file
         if file is not None:
             return file.with_name(file.name + ".job")
-        return Path("out") / self.name if self.output.path is None else Path(self.output.path)
+        if self.output.path is None:
+            return Path("out") / self.name
+        return (
+            local_folder(self.output.path) if is_url(self.output.path) else Path(self.output.path)
+        )
 
     def rows_per_part(self, num_samples: int) -> int:
         """Samples to a part: from the spec and the pinned input alone, so that parts never move."""

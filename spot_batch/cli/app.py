@@ -38,9 +38,12 @@ Input = Annotated[
     typer.Option("-i", "--input", help="File, folder, pattern or hub dataset; may be repeated."),
 ]
 Output = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", help="The job directory, or one .jsonl or .parquet file."),
+    str | None,
+    typer.Option(
+        "-o", "--output", help="The job directory or its URL, or one .jsonl or .parquet file."
+    ),
 ]
+Out = Annotated[str, typer.Argument(help="The job directory, or its URL.")]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled.")]
 DrafterOption = Annotated[
     str | None, typer.Option(help="auto, none, ranking, or a drafter's path.")
@@ -204,38 +207,37 @@ def demo(
 
 @app.command()
 @speaking_plainly
-def resume(
-    out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
-) -> int:
+def resume(out: Out, as_json: Json = False) -> int:
     """Go on with the job in a directory, or follow it while it runs."""
     from spot_batch.cli import running
+    from spot_batch.store import folder_of
 
-    return running.resume(out, as_json=as_json)
+    return running.resume(folder_of(out), as_json=as_json)
 
 
 @app.command()
 @speaking_plainly
 def retry(
-    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    out: Out,
     code: Annotated[str, typer.Option(help="Only these error codes, by comma.")] = "",
     as_json: Json = False,
 ) -> int:
     """Make the error rows of a complete job again, but those whose fault is their own."""
     from spot_batch.cli import running
+    from spot_batch.store import folder_of
 
     codes = [each.strip() for each in code.split(",") if each.strip()]
-    return running.retry(out, codes, as_json=as_json)
+    return running.retry(folder_of(out), codes, as_json=as_json)
 
 
 @app.command()
 @speaking_plainly
-def status(
-    out: Annotated[Path, typer.Argument(help="The job directory.")], as_json: Json = False
-) -> int:
+def status(out: Out, as_json: Json = False) -> int:
     """How far a job is, from its directory alone."""
     from spot_batch.cli.status import show_status
+    from spot_batch.store import folder_of
 
-    return show_status(out, as_json=as_json)
+    return show_status(folder_of(out), as_json=as_json)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import app, speaking_plainly
+from spot_batch.cli.app import Out, app, speaking_plainly
 
 if TYPE_CHECKING:
     from spot_batch.store import JobDirectory
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @app.command()
 @speaking_plainly
 def export(
-    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    out: Out,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The file or folder to write.")
     ] = None,
@@ -49,7 +49,7 @@ def export(
     """Write results as Parquet, JSON lines, a saved dataset, an Arrow stream or batch responses."""
     from typing import get_args
 
-    from spot_batch.store import JobDirectory
+    from spot_batch.store import JobDirectory, folder_of
     from spot_batch.store.destination import check_destination
     from spot_batch.store.export import ExportSpec, Format, Shape, format_of
     from spot_batch.store.export import export as write
@@ -62,7 +62,7 @@ def export(
     ):
         if value is not None and value not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
-    job = JobDirectory.open(out)
+    job = JobDirectory.open(folder_of(out))
     spec = ExportSpec(
         format=kind or (format_of(output) if output is not None else "hf"),  # type: ignore[arg-type]
         shape=shape,  # type: ignore[arg-type]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spot_batch.cli.app import Json, app, speaking_plainly
+from spot_batch.cli.app import Json, Out, app, speaking_plainly
 
 
 @app.command()
 @speaking_plainly
 def replay(
-    out: Annotated[Path, typer.Argument(help="The job directory.")],
+    out: Out,
     row: Annotated[str, typer.Option(help="The row's custom_id.")],
     sample: Annotated[int, typer.Option(help="Which of its samples.")] = 0,
     as_json: Json = False,
@@ -25,9 +24,9 @@ def replay(
     from spot_batch.cli.screen import Screen
     from spot_batch.driver.progress import Exit
     from spot_batch.driver.replay import replay as decode_again
-    from spot_batch.store import JobDirectory
+    from spot_batch.store import JobDirectory, folder_of
 
-    again = decode_again(JobDirectory.open(out), row, sample_index=sample)
+    again = decode_again(JobDirectory.open(folder_of(out)), row, sample_index=sample)
     code = Exit.CHECK_FAILED if again.differing else Exit.COMPLETE
     if as_json:
         print(json.dumps(asdict(again)))

@@ -23,19 +23,24 @@ from spot_batch.driver.progress import ENDED, Exit
 from spot_batch.driver.run import JobResult, run_job
 from spot_batch.job import JobSpec, diff_fields, dump_spec
 from spot_batch.records import Heartbeat
+from spot_batch.remote import is_url
 from spot_batch.store import (
     DriverAlive,
     JobDirectory,
+    Mirror,
     OutputError,
     SpecConflict,
     acquire_driver_lease,
+    address_of,
     begin_retry,
+    folder_of,
+    mirrored,
     read_driver,
     read_heartbeat,
     retried_parts,
 )
 from spot_batch.store.export import ExportSpec, export, format_of
-from spot_batch.store.lease import is_alive
+from spot_batch.store.lease import is_alive, is_here
 
 FOLLOW_S = 0.5
 
@@ -50,6 +55,8 @@ def submit(
 ) -> int:
     """Run a job in this process, resume it, or follow the process that runs it already."""
     screen = Screen(to_stderr=as_json)
+    if spec.output.path is not None and is_url(spec.output.path) and not dry_run:
+        folder_of(spec.output.path)
     directory = JobDirectory(out)
     file = spec.output.file
     if file is not None and file.exists() and not directory.exists:
@@ -60,7 +67,8 @@ def submit(
             _show_planned(screen, plan, out, save_spec)
         screen.line("dry run: nothing was started")
         if as_json:
-            print(json.dumps({"out": str(out), "fingerprint": plan.fingerprint, **plan.fields}))
+            head = {"out": spec.output.path or str(out), "fingerprint": plan.fingerprint}
+            print(json.dumps({**head, **plan.fields}))
         return Exit.COMPLETE
     with directory.as_it_was_if_refused():
         directory.check_usable()
@@ -118,10 +126,12 @@ def _run_or_follow(
         try:
             with acquire_driver_lease(directory) as lease:
                 job = begin()
-                with JobScreen(screen, job) as progress:
+                with JobScreen(screen, job) as progress, mirrored(job.root):
                     result = run_job(job, plan.facts, progress, lease=lease)
             return _say_end(screen, job, result, progress.last, as_json=as_json)
         except DriverAlive as alive:
+            if Mirror.of(directory.root) is not None and not is_here(alive.host):
+                raise OutputError(f"{alive}: let it end there, or stop it") from None
             _check_same(directory, plan)
             screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
             try:
@@ -212,7 +222,7 @@ def _print_json(
     job: JobDirectory, exit_code: int, message: str, heartbeat: Heartbeat | None
 ) -> None:
     document: dict[str, object] = {
-        "out": str(job.root),
+        "out": address_of(job.root),
         "exit_code": int(exit_code),
         "message": message,
         "state": heartbeat.state if heartbeat is not None else "complete",

@@ -20,6 +20,8 @@ from rich.text import Text
 from spot_batch.driver.progress import describe, describe_load, describe_loads
 from spot_batch.job import redacted
 from spot_batch.records import Heartbeat, LoadProgress, Receipt
+from spot_batch.remote import is_url
+from spot_batch.store import address_of
 from spot_batch.store.card import describe_check
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
     screen.facts(
         [
             ("job", f"{spec.name} ({plan.fingerprint[:12]})"),
-            ("output", str(out)),
+            ("output", _output(out)),
             (
                 "input",
                 f"{plan.pinned.num_rows:,} rows, prompts in column "
@@ -227,6 +229,11 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
         else:
             screen.line(f"first prompt, {len(sample.request.prompt_ids)} tokens:", style="bold")
             screen.quoted(sample.prompt_text)
+
+
+def _output(out: Path) -> str:
+    address = address_of(out)
+    return address if address == str(out) else f"{address}, worked in {out}"
 
 
 def _unmasking(plan: JobPlan) -> str:
@@ -255,14 +262,14 @@ def _saved(totals: Totals) -> str:
 
 
 def resume_command(out: Path) -> str:
-    return f"spot-batch resume {shlex.quote(str(out))}"
+    return f"spot-batch resume {shlex.quote(address_of(out))}"
 
 
 def show_commands(screen: Screen, out: Path) -> None:
     """What is worth typing next."""
     screen.facts(
         [
-            ("meanwhile", f"spot-batch status {shlex.quote(str(out))}"),
+            ("meanwhile", f"spot-batch status {shlex.quote(address_of(out))}"),
             ("stop", "Ctrl-C flushes and stops; twice stops at once"),
             ("go on", resume_command(out)),
         ]
@@ -302,15 +309,15 @@ def show_results(
             f"{check.num_differed:,} differ"
         )
         facts.append(("check", compared if check.num_compared else describe_check(check)))
-    where = str(job.root)
+    where = address_of(job.root)
     ways = [
         f"spot_batch.load({where!r})",
         f"datasets.load_dataset({where!r}, split='train')",
         f"pyarrow.dataset.dataset({where + '/data'!r}, format='ipc').to_table()",
         f"polars.scan_ipc({where + '/data/*.arrow'!r}).collect()",
     ]
-    if not totals.num_completions:
-        del ways[1]  # load_dataset refuses a split without rows
+    if not totals.num_completions or is_url(where):
+        del ways[1]  # load_dataset refuses a split without rows, and s3:// without s3fs
     facts.append(("load it", "\n".join(ways)))
     if totals.num_errors:
         facts.append(("errors", f"spot_batch.load({where!r}, 'errors')"))

@@ -9,7 +9,14 @@ from pathlib import Path
 from spot_batch.cli.screen import Screen, resume_command
 from spot_batch.driver.progress import describe, describe_load
 from spot_batch.records import Heartbeat
-from spot_batch.store import JobDirectory, fault_of_parts, read_driver, read_heartbeat, scan
+from spot_batch.store import (
+    JobDirectory,
+    address_of,
+    fault_of_parts,
+    read_driver,
+    read_heartbeat,
+    scan,
+)
 from spot_batch.store.lease import is_alive
 
 
@@ -37,7 +44,7 @@ def show_status(out: Path, *, as_json: bool) -> int:
             heartbeat, num_in_flight=0, num_actors=0, loading=(), eta_s=None, tokens_per_s=0.0
         )
     if as_json:
-        tree: dict[str, object] = {"out": str(job.root), "name": job.spec.name}
+        tree: dict[str, object] = {"out": address_of(job.root), "name": job.spec.name}
         tree |= {"fingerprint": job.fingerprint, "driver_alive": alive, "damage": damage}
         print(json.dumps({**tree, **asdict(heartbeat)}))
         return 0

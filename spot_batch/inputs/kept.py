@@ -25,10 +25,9 @@ import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError
 from spot_batch.job import redacted
+from spot_batch.remote import file_system, is_url, mark_of
 
 _MAGIC = frozenset("*?[")
-# How a remote file says that it is another one now, best first.
-_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class Origin:
     @classmethod
     def of(cls, name: str) -> Origin:
         """As it stands now; InputError where it cannot be found."""
-        if "://" not in name:
+        if not is_url(name):
             return cls.of_file(Path(name))
         with _plainly(name):
-            files, path = _file_system(name)
-            return cls(name, _mark(files.info(path)))
+            files, path = file_system(name)
+            return cls(name, mark_of(files.info(path)))
 
     @classmethod
     def of_file(cls, path: Path) -> Origin:
@@ -95,7 +94,7 @@ def list_remote(url: str, *, readable: Callable[[str], bool]) -> list[Origin]:
     variables give; any other scheme by fsspec. Raises InputError.
     """
     with _plainly(url):
-        files, path = _file_system(url)
+        files, path = file_system(url)
         if _MAGIC & set(path):
             found = {each: info for each, info in files.glob(path, detail=True).items()}
         elif files.isdir(path):
@@ -105,9 +104,9 @@ def list_remote(url: str, *, readable: Callable[[str], bool]) -> list[Origin]:
             found = {path: files.info(path)}
         scheme = url.partition("://")[0]
         origins = [
-            Origin(each if "://" in each else f"{scheme}://{each.lstrip('/')}", _mark(info))
+            Origin(each if "://" in each else f"{scheme}://{each.lstrip('/')}", mark_of(info))
             if scheme != "file"
-            else Origin(each, _mark(info))
+            else Origin(each, mark_of(info))
             for each, info in sorted(found.items())
             if info["type"] == "file" and not PurePosixPath(each).name.startswith((".", "_"))
         ]
@@ -119,35 +118,10 @@ def list_remote(url: str, *, readable: Callable[[str], bool]) -> list[Origin]:
 # -- file systems ----------------------------------------------------------------------------------
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    """(the fsspec file system of a URL, the path in it)."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.arrow import ArrowFSWrapper
-
-    if "::" in url:
-        raise InputError(f"input.source: a chain of file systems is not read, got {redacted(url)}")
-    if url.startswith(("s3://", "gs://")):
-        from pyarrow import fs
-
-        files, path = fs.FileSystem.from_uri(url.translate(_QUOTED))
-        return ArrowFSWrapper(files), path
-    files, path = url_to_fs(url)
-    return files, str(path)
-
-
-# A pattern's characters mean something else in a URI.
-_QUOTED = str.maketrans({"[": "%5B", "]": "%5D", "?": "%3F", " ": "%20"})
-
-
-def _mark(info: dict[str, Any]) -> str:
-    said = next((info[name] for name in _MARKS if info.get(name) is not None), "")
-    return f"{info.get('size')}:{said}"
-
-
 @contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    if "://" in name:
-        files, path = _file_system(name)
+    if is_url(name):
+        files, path = file_system(name)
         with files.open(path, "rb") as file:
             yield file
     else:

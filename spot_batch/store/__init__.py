@@ -15,6 +15,7 @@ from spot_batch.store.finalize import finalize, write_card
 from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.lease import DriverAlive, DriverLease, acquire_driver_lease, read_driver
 from spot_batch.store.load import load
+from spot_batch.store.mirror import Mirror, address_of, folder_of, mirrored
 from spot_batch.store.parts import compact, delete_covered_segments
 from spot_batch.store.retry import begin_retry, retried_parts
 from spot_batch.store.scan import PartInfo, Published, fault_of_parts, scan
@@ -27,6 +28,7 @@ __all__ = [
     "DriverLease",
     "IntervalSet",
     "JobDirectory",
+    "Mirror",
     "OutputError",
     "PartInfo",
     "Published",
@@ -36,6 +38,7 @@ __all__ = [
     "Summary",
     "Totals",
     "acquire_driver_lease",
+    "address_of",
     "append_event",
     "begin_retry",
     "compact",
@@ -44,8 +47,10 @@ __all__ = [
     "delete_covered_segments",
     "fault_of_parts",
     "finalize",
+    "folder_of",
     "incomparable_ids",
     "load",
+    "mirrored",
     "publish_segment",
     "read_driver",
     "read_events",

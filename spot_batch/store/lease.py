@@ -104,11 +104,21 @@ def read_driver(job: JobDirectory) -> DriverRecord | None:
 
 def is_alive(record: DriverRecord) -> bool:
     """By process on this host, by heartbeat on another."""
-    if record.host == _this_host():
+    if is_here(record.host):
         start_time = _start_time(record.pid)
         if start_time is not None:
             return start_time == record.start_time
     return abs(time.time() - record.heartbeat) < STALE_AFTER_S
+
+
+def drives_here(root: Path) -> bool:
+    """Whether a live process of this host drives the job."""
+    record = _read(JobDirectory(root).driver_path)
+    return record is not None and is_here(record.host) and is_alive(record)
+
+
+def is_here(host: str) -> bool:
+    return host == _this_host()
 
 
 def _make_way(job: JobDirectory) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import pyarrow as pa
 
 from spot_batch.store.directory import JobDirectory, OutputError
+from spot_batch.store.mirror import folder_of
 from spot_batch.store.scan import UNREADABLE, fault_of_part
 from spot_batch.store.schema import ERROR_SCHEMA, STATS_SCHEMA
 
@@ -19,7 +20,7 @@ Which = Literal["data", "errors", "stats"]
 
 
 def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> datasets.Dataset:
-    """The rows of a job as one Dataset, also when there are none.
+    """The rows of a job as one Dataset, also when there are none; `root` may be its URL.
 
     Files are memory-mapped: with `output.compression: none` nothing is copied. A job that is not
     complete is refused unless `partial` is true; its published parts are then what there is.
@@ -28,7 +29,7 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
     import datasets
     from datasets.table import InMemoryTable
 
-    job = JobDirectory.open(root)
+    job = JobDirectory.open(folder_of(root))
     if which not in get_args(Which):
         raise ValueError(f"which must be data, errors or stats, got {which!r}")
     if not job.is_complete and not partial:

@@ -8,15 +8,14 @@ import io
 import json
 import lzma
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import boto3
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from spot_batch.inputs import InputError, InputReader, check_unchanged, pin_input
 from spot_batch.records import PinnedInput
@@ -128,22 +127,9 @@ Put = Callable[[str, bytes], object]
 
 
 @pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
+def put(s3: Any) -> Put:
     """Writes an object of bucket `rows` to a real S3 server, which the environment points at."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-        ("AWS_ACCESS_KEY_ID", "testing"),
-        ("AWS_SECRET_ACCESS_KEY", "testing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="rows")
-    yield lambda key, data: client.put_object(Bucket="rows", Key=key, Body=data)
-    server.stop()
+    return lambda key, data: s3.put_object(Bucket="rows", Key=key, Body=data)
 
 
 def test_s3_objects_are_read_and_pinned(put: Put, tmp_path: Path) -> None:

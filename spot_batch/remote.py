@@ -1,0 +1,52 @@
+"""Files that a URL names: object stores and whatever else fsspec knows."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+# How a remote file says that it is another one now, best first.
+_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+# A pattern's characters mean something else in a URI.
+_QUOTED = str.maketrans({"[": "%5B", "]": "%5D", "?": "%3F", " ": "%20"})
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """(the fsspec file system of a URL, the path in it).
+
+    s3:// and gs:// are pyarrow's own, with the credentials and endpoint that the usual variables
+    give; any other scheme is fsspec's. Raises ValueError for a chain of file systems, ImportError
+    for a scheme whose package is not installed.
+    """
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    if "::" in url:
+        raise ValueError("a chain of file systems is not supported")
+    if url.startswith(("s3://", "gs://")):
+        from pyarrow import fs
+
+        files, path = fs.FileSystem.from_uri(url.translate(_QUOTED))
+        return ArrowFSWrapper(files), path
+    files, path = url_to_fs(url)
+    return files, str(path)
+
+
+def mark_of(info: dict[str, Any]) -> str:
+    """What tells a file from another version of it: its size, and an etag or time."""
+    said = next((info[name] for name in _MARKS if info.get(name) is not None), "")
+    return f"{info.get('size')}:{said}"
+
+
+def local_folder(url: str) -> Path:
+    """Where on this machine a job directory at a URL is worked in: in the user's cache folder."""
+    name = url.rstrip("/")
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return user_cache_path("spot-batch") / "jobs" / f"{name.rpartition('/')[2][:64]}-{digest}"
