@@ -70,8 +70,9 @@ def export(
         columns=tuple(filter(None, (name.strip() for name in columns.split(",")))),
         where=where,
     )
+    left_out = _left_out(job, spec)
     if push is not None:
-        print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}")
+        print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}{left_out}")
         return 0
     assert output is not None
     if output.exists() and not force:
@@ -79,8 +80,19 @@ def export(
         raise ValueError(f"{output}: is there already; --force writes over it")
     num_rows = write(job, output, spec, partial=partial)
     mark = "" if job.is_complete else ", not complete"
-    print(f"{output}: {num_rows:,} rows ({spec.format}{mark})")
+    print(f"{output}: {num_rows:,} rows ({spec.format}{mark}){left_out}")
     return 0
+
+
+def _left_out(job: JobDirectory, spec: ExportSpec) -> str:
+    """What is said of the rows without a generation: batch responses alone have them."""
+    from spot_batch.store.load import num_errors
+
+    count = 0 if spec.format == "openai-batch" else num_errors(job)
+    if not count:
+        return ""
+    rows = "1 error row is" if count == 1 else f"{count:,} error rows are"
+    return f"; {rows} not in it, but in {job.errors}"
 
 
 def _pushed(

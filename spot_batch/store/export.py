@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from spot_batch.store.destination import check_destination, replacing
 from spot_batch.store.directory import JobDirectory, OutputError
-from spot_batch.store.load import read_part_of
+from spot_batch.store.load import read_part_of, without_maps
 from spot_batch.store.where import Where
 
 Format = Literal["parquet", "jsonl", "hf", "arrow-stream", "openai-batch"]
@@ -105,7 +105,7 @@ def as_dataset(job: JobDirectory, spec: ExportSpec, scratch: Path) -> Any:
     """The rows as a `datasets.Dataset` over a file at `scratch`, for pushing."""
     import datasets
 
-    _write_stream(_Tables(job, spec), scratch)
+    _write_stream(_Tables(job, spec), scratch, of_datasets=True)
     return datasets.Dataset.from_file(str(scratch))
 
 
@@ -235,10 +235,13 @@ def _write_parquet(tables: _Tables, path: Path) -> None:
             writer.write_table(table)
 
 
-def _write_stream(tables: _Tables, path: Path) -> None:
-    with path.open("wb") as file, pa.ipc.new_stream(file, tables.schema) as writer:
+def _write_stream(tables: _Tables, path: Path, *, of_datasets: bool = False) -> None:
+    schema = tables.schema
+    if of_datasets:
+        schema = without_maps(schema.empty_table()).schema
+    with path.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for table in tables:
-            writer.write_table(table)
+            writer.write_table(without_maps(table) if of_datasets else table)
 
 
 def _write_jsonl(tables: _Tables, path: Path) -> None:
@@ -254,7 +257,7 @@ def _write_hf(tables: _Tables, path: Path) -> None:
     import datasets
 
     stream = path.with_name("stream")
-    _write_stream(tables, stream)
+    _write_stream(tables, stream, of_datasets=True)
     datasets.Dataset.from_file(str(stream)).save_to_disk(str(path))
     if not tables.job.is_complete:
         (path / "README.md").write_text("**Not complete**: more parts follow.\n")
