@@ -80,7 +80,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
-    assert "input.template: not supported by this version" in complaint(input__template="{{a}}")
+    assert "output.rename: not supported by this version" in complaint(output__rename={})
 
 
 @pytest.mark.parametrize(
