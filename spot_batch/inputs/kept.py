@@ -8,6 +8,7 @@ from and of how they were, so that a job that goes on copies nothing again.
 from __future__ import annotations
 
 import bz2
+import datetime
 import gzip
 import hashlib
 import lzma
@@ -25,6 +26,8 @@ import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError
 from spot_batch.job import redacted
+
+GOOGLE_PATIENCE_S = 30.0
 
 _MAGIC = frozenset("*?[")
 # How a remote file says that it is another one now, best first.
@@ -126,13 +129,22 @@ def _file_system(url: str) -> tuple[Any, str]:
 
     if "::" in url:
         raise InputError(f"input.source: a chain of file systems is not read, got {redacted(url)}")
-    if url.startswith(("s3://", "gs://")):
+    if url.startswith("gs://"):
+        return ArrowFSWrapper(_google_cloud()), url.removeprefix("gs://")
+    if url.startswith("s3://"):
         from pyarrow import fs
 
         files, path = fs.FileSystem.from_uri(url.translate(_QUOTED))
         return ArrowFSWrapper(files), path
     files, path = url_to_fs(url)
     return files, str(path)
+
+
+def _google_cloud() -> Any:
+    """Google's storage; without credentials it says so soon: its own patience is 15 minutes."""
+    from pyarrow import fs
+
+    return fs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=GOOGLE_PATIENCE_S))
 
 
 # A pattern's characters mean something else in a URI.

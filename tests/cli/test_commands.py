@@ -143,6 +143,11 @@ def test_a_saved_spec_is_the_same_job(rows: Path, tmp_path: Path) -> None:
     second = Done(["submit", saved, *out])
     assert first.code == second.code == 0, first.wrong + second.wrong
     assert json.loads(first.shown)["fingerprint"] == json.loads(second.shown)["fingerprint"]
+    assert Done(["submit", "-i", rows, "--save-spec", saved, *out]).code == 0
+    before = rows.read_bytes()
+    wrong = Done(["submit", "-i", rows, "--save-spec", rows, *out])
+    assert (wrong.code, rows.read_bytes()) == (2, before)
+    assert "rows.jsonl is there already, and is no spec" in wrong.wrong
 
 
 def test_validate_renders_prompts_and_counts_rows_that_cannot_be_used(tmp_path: Path) -> None:
