@@ -41,7 +41,7 @@ class Where:
     def __init__(self, text: str, schema: pa.Schema) -> None:
         self._text = text
         self._schema = schema
-        self._names: list[str] = []
+        self._names: dict[str, str] = {}
         try:
             tree = ast.parse(_QUOTED.sub(self._stand_in, text).strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -68,11 +68,12 @@ class Where:
         """A name that Python reads, in the place of one between backticks."""
         if match[1] is None:
             return match[0]
-        self._names.append(match[1])
-        return f"{_STAND_IN}{len(self._names) - 1}"
+        stand_in = f"{_STAND_IN}{len(self._names)}"
+        self._names[stand_in] = match[1]
+        return stand_in
 
     def _named(self, name: str) -> str:
-        return self._names[int(name.removeprefix(_STAND_IN))] if _STAND_IN in name else name
+        return self._names.get(name, name)
 
     def _made(self, node: ast.expr) -> pc.Expression:
         if isinstance(node, ast.BoolOp):

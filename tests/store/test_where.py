@@ -64,6 +64,7 @@ def test_rows_are_taken_by_columns_of_every_kind(where: str, rows: list[int]) ->
         ("n", "must evaluate to bool"),
         ("`no` == 1", "no column 'no'"),
         ("a b == 1", "cannot be read"),
+        ("__quoted_name_0 == 1", "no column '__quoted_name_0'"),
         ("`a b` + 1 == 2", r"`odd name` in backticks"),
         ("(" * 300 + "good" + ")" * 300, "cannot be read"),
         ("\0", "cannot be read"),
