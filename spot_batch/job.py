@@ -99,6 +99,7 @@ class InputSpec(Section):
     revision: str | None = None
     messages: str | None = None
     prompt: str | None = None
+    template: str | None = Field(default=None, min_length=1)
     system: str | None = None
     custom_id: str | None = None
     keep: Literal["all"] | tuple[str, ...] = "all"
@@ -126,6 +127,10 @@ class InputSpec(Section):
                 f"messages ({self.messages!r}) and prompt ({self.prompt!r}) exclude each other: "
                 "name one column"
             )
+        if self.template is not None and self.format == "openai-batch":
+            raise ValueError("template is not for openai-batch, whose requests are the prompts")
+        if self.template is not None and (self.messages or self.prompt):
+            raise ValueError("template excludes messages and prompt: it makes the prompt itself")
         return self
 
 
@@ -439,12 +444,15 @@ def fingerprint_fields(
 
     `input_identity` must hold num_rows; both identities hold JSON values only.
     """
+    of_input = {"keep", "system", "overlong"}
+    if spec.input.template is not None:  # only then: jobs of before it keep their fingerprints
+        of_input.add("template")
     num_rows = input_identity["num_rows"]
     assert isinstance(num_rows, int), f"input identity wants a whole num_rows, got {num_rows!r}"
     tree = {
         "input": {
             **input_identity,
-            **spec.input.model_dump(mode="json", include={"keep", "system", "overlong"}),
+            **spec.input.model_dump(mode="json", include=of_input),
         },
         "model": {
             **spec.model.target.model_dump(mode="json", include={"dtype"}),
@@ -550,7 +558,6 @@ _SHORT_FORMS: dict[str, Callable[[str], dict[str, object]]] = {
 }
 _NOT_YET = frozenset(
     [
-        "input.template",
         "model.target.cache",
         "model.target.suffix",
         "output.rename",

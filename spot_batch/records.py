@@ -251,6 +251,7 @@ class PinnedInput:
 
     `schema` is the serialised Arrow schema of the whole input. `faults` are the first rows known
     to be unusable, `num_faults` how many there are (text formats only; tables are read later).
+    `template_columns` are those that `input.template` reads; `prompt_column` is "" then.
     """
 
     files: tuple[InputFile, ...]
@@ -262,6 +263,12 @@ class PinnedInput:
     custom_id_column: str | None = None
     num_faults: int = 0
     faults: tuple[str, ...] = ()
+    template_columns: tuple[str, ...] = ()
+
+    @property
+    def prompt_columns(self) -> tuple[str, ...]:
+        """The columns that a prompt is made of."""
+        return (self.prompt_column,) if self.prompt_column else self.template_columns
 
     @property
     def identity(self) -> dict[str, object]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_cache_path
+
+GOOGLE_PATIENCE_S = 30.0
 
 # How a remote file says that it is another one now, best first.
 _MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -30,13 +33,22 @@ def file_system(url: str) -> tuple[Any, str]:
 
     if "::" in url:
         raise ValueError("a chain of file systems is not supported")
-    if url.startswith(("s3://", "gs://")):
+    if url.startswith("gs://"):
+        return ArrowFSWrapper(_google_cloud()), url.removeprefix("gs://")
+    if url.startswith("s3://"):
         from pyarrow import fs
 
         files, path = fs.FileSystem.from_uri(url.translate(_QUOTED))
         return ArrowFSWrapper(files), path
     files, path = url_to_fs(url)
     return files, str(path)
+
+
+def _google_cloud() -> Any:
+    """Google's storage; without credentials it says so soon: its own patience is 15 minutes."""
+    from pyarrow import fs
+
+    return fs.GcsFileSystem(retry_time_limit=datetime.timedelta(seconds=GOOGLE_PATIENCE_S))
 
 
 def mark_of(info: dict[str, Any]) -> str:

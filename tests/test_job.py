@@ -80,7 +80,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
-    assert "input.template: not supported by this version" in complaint(input__template="{{a}}")
+    assert "output.rename: not supported by this version" in complaint(output__rename={})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
         ("input__source", [], "input: source must name at least one file"),
         ("input__source", "https://me:secret@host/x", "input.source: must not hold a credential"),
         ("output__path", "x.arrow", "output.path: must be a folder, or one .jsonl"),
-        ("output__path", "s3://bucket/x", "output.path: must be a folder on a file system"),
+        ("output__path", "zip://a::s3://bucket/x", "output.path: must be a folder or one URL"),
+        ("output__path", "s3://bucket/x.jsonl", "output.path: must be a job directory where it is"),
         ("output__prefix", "__spot_x", "output.prefix: names that start with __spot_"),
         ("name", "a/b", "name: String should match pattern"),
         ("generation", 5, "generation: must be a section"),

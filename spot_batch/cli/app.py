@@ -49,6 +49,10 @@ DrafterOption = Annotated[
     str | None, typer.Option(help="auto, none, ranking, or a drafter's path.")
 ]
 Prompt = Annotated[str | None, typer.Option(help="The prompt's column.")]
+Template = Annotated[
+    str | None,
+    typer.Option(help="Jinja over the columns, or a file of it: '{{ question }} Briefly.'"),
+]
 System = Annotated[str | None, typer.Option(help="System message of every prompt.")]
 N = Annotated[int | None, typer.Option("-n", help="Samples a row.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
@@ -142,6 +146,7 @@ def submit(
     model: Model = None,
     drafter: DrafterOption = None,
     prompt: Prompt = None,
+    template: Template = None,
     system: System = None,
     n: N = None,
     temperature: Temperature = None,
@@ -171,6 +176,7 @@ def submit(
             "model.target": model,
             "model.drafter": drafter,
             "input.prompt": prompt,
+            "input.template": template,
             "input.system": system,
             "input.limit": limit,
             "generation.n": n,
@@ -249,6 +255,7 @@ def validate(
     inputs: Input = None,
     model: Model = None,
     prompt: Prompt = None,
+    template: Template = None,
     sets: Sets = None,
     limit: Limit = None,
     as_json: Json = False,
@@ -260,7 +267,12 @@ def validate(
     overrides = _overrides(
         inputs=inputs,
         sets=sets,
-        values={"model.target": model, "input.prompt": prompt, "input.limit": limit},
+        values={
+            "model.target": model,
+            "input.prompt": prompt,
+            "input.template": template,
+            "input.limit": limit,
+        },
     )
     loaded = load_spec(specs.find(spec) if spec is not None else None, overrides)
     return show_validation(loaded, as_json=as_json)

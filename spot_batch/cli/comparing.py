@@ -61,7 +61,7 @@ def read_grid(path: Path | None, given: Mapping[str, Any]) -> Grid:
     values |= {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         if name == "published":
-            values[name] = tuple(value)
+            values[name] = _published(value)
         elif known[name].type == "int":
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
@@ -69,6 +69,22 @@ def read_grid(path: Path | None, given: Mapping[str, Any]) -> Grid:
             listed = value if isinstance(value, list) else [value]
             values[name] = ",".join(str(each) for each in listed)
     return Grid(**values)
+
+
+_PUBLISHED = ("task", "method", "budget", "temperature", "nfe_ratio")
+
+
+def _published(value: object) -> tuple[Mapping[str, Any], ...]:
+    """A list of other people's figures; ValueError naming the entry and what is wrong with it."""
+    if not isinstance(value, list):
+        raise ValueError(f"published must be a list, got {value!r}")
+    for at, each in enumerate(value):
+        if not isinstance(each, dict) or not set(_PUBLISHED) <= each.keys():
+            raise ValueError(f"published[{at}] must have {', '.join(_PUBLISHED)}, got {each!r}")
+        for name in ("budget", "temperature"):
+            if not isinstance(each[name], int | float) or isinstance(each[name], bool):
+                raise ValueError(f"published[{at}].{name} must be a number, got {each[name]!r}")
+    return tuple(value)
 
 
 @bench.command("nfe")

@@ -10,6 +10,8 @@ import typer
 from spot_batch.cli.app import Out, app, speaking_plainly
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from spot_batch.store import JobDirectory
     from spot_batch.store.export import ExportSpec
 
@@ -70,8 +72,9 @@ def export(
         columns=tuple(filter(None, (name.strip() for name in columns.split(",")))),
         where=where,
     )
+    left_out = _left_out(job, spec)
     if push is not None:
-        print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}")
+        print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}{left_out}")
         return 0
     assert output is not None
     if output.exists() and not force:
@@ -79,30 +82,69 @@ def export(
         raise ValueError(f"{output}: is there already; --force writes over it")
     num_rows = write(job, output, spec, partial=partial)
     mark = "" if job.is_complete else ", not complete"
-    print(f"{output}: {num_rows:,} rows ({spec.format}{mark})")
+    print(f"{output}: {num_rows:,} rows ({spec.format}{mark}){left_out}")
     return 0
+
+
+def _left_out(job: JobDirectory, spec: ExportSpec) -> str:
+    """What is said of the rows without a generation: batch responses alone have them."""
+    from spot_batch.store.load import num_errors
+
+    count = 0 if spec.format == "openai-batch" else num_errors(job)
+    if not count:
+        return ""
+    rows = "1 error row is" if count == 1 else f"{count:,} error rows are"
+    return f"; {rows} not in it, but in {job.errors}"
 
 
 def _pushed(
     job: JobDirectory, spec: ExportSpec, repository: str, *, public: bool, partial: bool
 ) -> str:
-    """Uploads the rows; private unless told otherwise. The job's card goes along as JOB.md."""
+    """Uploads the rows; private unless told otherwise. The job's card goes along as JOB.md.
+
+    ValueError where the hub refuses or is not there, and for a repository that is public already
+    without `public`.
+    """
     import tempfile
 
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HTTPError,
+        LocalTokenNotFoundError,
+    )
 
     from spot_batch.store.export import as_dataset
 
+    if spec.format == "openai-batch":
+        raise ValueError("--push-to-hub pushes a dataset, not openai-batch responses")
     if not job.is_complete and not partial:
         raise ValueError(f"{job.root}: not complete yet; --partial pushes what is published")
-    with tempfile.TemporaryDirectory() as scratch:
-        dataset = as_dataset(job, spec, Path(scratch) / "rows.arrows")
-        dataset.push_to_hub(repository, private=not public)
     api = HfApi()
-    api.upload_file(
-        path_or_fileobj=job.readme.read_bytes(),
-        path_in_repo="JOB.md",
-        repo_id=repository,
-        repo_type="dataset",
-    )
+    try:
+        if not public and _is_public(api, repository):
+            raise ValueError(
+                f"--push-to-hub: {repository} is public already; --public pushes there nevertheless"
+            )
+        with tempfile.TemporaryDirectory() as scratch:
+            dataset = as_dataset(job, spec, Path(scratch) / "rows.arrows")
+            dataset.push_to_hub(repository, private=not public)
+        api.upload_file(
+            path_or_fileobj=job.readme.read_bytes(),
+            path_in_repo="JOB.md",
+            repo_id=repository,
+            repo_type="dataset",
+        )
+    except (HTTPError, LocalTokenNotFoundError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"--push-to-hub: {repository}: {why}") from error
     return f"{api.endpoint}/datasets/{repository}"
+
+
+def _is_public(api: HfApi, repository: str) -> bool:
+    """Whether everybody sees the repository; False where there is none yet."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return not api.dataset_info(repository).private
+    except RepositoryNotFoundError:
+        return False

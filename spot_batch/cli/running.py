@@ -21,7 +21,7 @@ from spot_batch.cli.screen import (
 from spot_batch.driver.plan import JobPlan, plan_job, plan_of
 from spot_batch.driver.progress import ENDED, Exit
 from spot_batch.driver.run import JobResult, run_job
-from spot_batch.job import JobSpec, diff_fields, dump_spec
+from spot_batch.job import JobSpec, SpecError, diff_fields, dump_spec, load_spec
 from spot_batch.records import Heartbeat
 from spot_batch.remote import is_url
 from spot_batch.store import (
@@ -85,6 +85,13 @@ def submit(
 
 def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | None) -> None:
     if save_spec is not None:
+        if save_spec.exists():
+            try:
+                load_spec(save_spec)
+            except SpecError:
+                raise ValueError(
+                    f"--save-spec: {save_spec} is there already, and is no spec"
+                ) from None
         save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
         screen.line(f"spec written to {save_spec}")
     show_plan(screen, plan, out)

@@ -43,6 +43,8 @@ def first_pairs(job: JobDirectory, count: int) -> Iterator[Pair]:
 def _pair(job: JobDirectory, row: Mapping[str, Any]) -> Pair:
     answer = str(row[job.spec.output.prefix + "generation"])
     column = job.pinned.prompt_column
+    if job.pinned.template_columns:
+        column = job.spec.output.prefix + "rendered_prompt"
     if column not in row:
         return f"(row {row[job.spec.output.prefix + 'row_index']})", answer
     prompt = row[column]

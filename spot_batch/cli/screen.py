@@ -206,8 +206,7 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
             ("output", _output(out)),
             (
                 "input",
-                f"{plan.pinned.num_rows:,} rows, prompts in column "
-                f"{plan.pinned.prompt_column!r}" + _faults(plan),
+                f"{plan.pinned.num_rows:,} rows, {_prompts(plan)}{_faults(plan)}",
             ),
             (
                 "target",
@@ -244,6 +243,14 @@ def _unmasking(plan: JobPlan) -> str:
     if given.threshold != plan.info.threshold:
         text += f" (the threshold, {given.threshold:g}, {plan.threshold_of}, is not in use)"
     return text
+
+
+def _prompts(plan: JobPlan) -> str:
+    pinned = plan.pinned
+    if pinned.prompt_column:
+        return f"prompts in column {pinned.prompt_column!r}"
+    columns = ", ".join(map(repr, pinned.template_columns)) or "none"
+    return f"prompts by input.template, of columns: {columns}"
 
 
 def _faults(plan: JobPlan) -> str:

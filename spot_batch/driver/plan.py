@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_batch.actor import model_info, sample_preparer, wanted_drafter
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
-from spot_batch.inputs import PreparedSample, SamplePreparer, check_unchanged, pin_input, recognised
+from spot_batch.inputs import (
+    PreparedSample,
+    SamplePreparer,
+    check_unchanged,
+    pin_input,
+    recognised,
+    with_template,
+)
 from spot_batch.job import JobSpec, check_spec, diff_fields, fingerprint, with_model_defaults
 from spot_batch.records import LoadReport, PinnedInput, RunFacts, unreported
 from spot_batch.store import JobDirectory, SpecConflict
@@ -60,7 +67,7 @@ def plan_job(
     what of the input must be kept (a hub dataset's rows, unpacked and remote files), into the job
     directory or into `kept`.
     """
-    given, spec = spec, _as_begun(spec, out)
+    given, spec = spec, _as_begun(with_template(spec), out)
     info = model_info(spec, report=report)
     hub_dir = JobDirectory(out).hub_input if kept is None else kept
     spec = recognised(spec, hub_dir=hub_dir)

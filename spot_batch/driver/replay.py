@@ -172,7 +172,7 @@ def _prepared(
     job: JobDirectory, plan: JobPlan, published: Mapping[str, Any]
 ) -> tuple[PreparedSample, Request]:
     pinned, table = job.pinned, published["table"]
-    used = {pinned.prompt_column, *job.spec.generation.per_row}
+    used = {*pinned.prompt_columns, *job.spec.generation.per_row}
     used |= {pinned.custom_id_column} if pinned.custom_id_column is not None else set()
     if used <= set(table.column_names):
         reader: InputReader | _PublishedRow = _PublishedRow(table)

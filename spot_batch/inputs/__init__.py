@@ -10,6 +10,7 @@ from spot_batch.inputs.pin import check_unchanged, pin_input, recognised
 from spot_batch.inputs.prepare import PreparedSample, RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader, InputRows
 from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
+from spot_batch.inputs.template import with_template
 
 __all__ = [
     "InputError",
@@ -26,4 +27,5 @@ __all__ = [
     "noise_key",
     "pin_input",
     "recognised",
+    "with_template",
 ]

@@ -20,6 +20,7 @@ from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.requests import looks_like_requests
 from spot_batch.inputs.sources import SourceFile, find_files
 from spot_batch.inputs.tables import TableScan, scan_table
+from spot_batch.inputs.template import PromptTemplate
 from spot_batch.inputs.texts import CHUNK_ROWS, LINES, SchemaOfTexts, scan_text
 from spot_batch.inputs.types import filled_type, is_messages, is_text
 from spot_batch.job import JobSpec, check_spec
@@ -55,7 +56,8 @@ def recognised(spec: JobSpec, *, hub_dir: Path | None = None) -> JobSpec:
     Only a spec that says nothing of format and columns is looked at.
     """
     given = spec.input
-    if given.format != "auto" or given.prompt or given.messages or given.custom_id:
+    named = given.prompt or given.messages or given.template or given.custom_id
+    if given.format != "auto" or named:
         return spec
     first = find_files(given, hub_dir=hub_dir)[0]
     if first.format != "jsonl":
@@ -105,9 +107,7 @@ def _check_origin(file: InputFile, num_bytes: int | None) -> None:
 
 def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
     limit = spec.input.limit
-    named = spec.input.messages or spec.input.prompt
-    prompts = PROMPT_COLUMNS if named is None else (named,)
-    inferred = SchemaOfTexts(files[0].format, _looked_at(spec, *prompts))
+    inferred = SchemaOfTexts(files[0].format, _looked_at(spec, _named_prompts(spec)))
     pinned_files: list[InputFile] = []
     chunks: list[InputChunk] = []
     faults: list[str] = []
@@ -183,8 +183,13 @@ def _pinned(
     """`columns` is every column there is, for messages; `schema` may have fewer."""
     place = _Place(Path(files[0].path).name, len(files) - 1, columns)
     _check_named_columns(spec, schema, place)
-    column, kind = _prompt_column(spec, schema, place)
-    wanted = _looked_at(spec, column)
+    read = _template_columns(spec, schema, place)
+    column: str
+    kind: PromptKind
+    column, kind = "", "prompt"
+    if spec.input.template is None:
+        column, kind = _prompt_column(spec, schema, place)
+    wanted = _looked_at(spec, (column,) if column else read)
     if wanted is not None:
         schema = pa.schema([field for field in schema if field.name in wanted])
     return PinnedInput(
@@ -195,6 +200,7 @@ def _pinned(
         prompt_column=column,
         prompt_kind=kind,
         custom_id_column=spec.input.custom_id,
+        template_columns=read,
     )
 
 
@@ -298,17 +304,41 @@ def _place(path: Path, line: int, row: int) -> str:
 # -- columns ---------------------------------------------------------------------------------------
 
 
-def _looked_at(spec: JobSpec, *prompts: str) -> frozenset[str] | None:
+def _looked_at(spec: JobSpec, prompts: Sequence[str] | None) -> frozenset[str] | None:
     """The columns that a job reads, given those that may hold its prompt; None for all."""
-    if spec.input.keep == "all":
+    if spec.input.keep == "all" or prompts is None:
         return None
     named = {*prompts, spec.input.custom_id, *spec.input.keep}
     return frozenset(name for name in named if name) | set(spec.generation.per_row)
 
 
+def _named_prompts(spec: JobSpec) -> Sequence[str] | None:
+    """The columns that may hold a prompt, before any row is read; None where each may."""
+    if spec.input.template is not None:
+        return PromptTemplate(spec.input.template).columns
+    named = spec.input.messages or spec.input.prompt
+    return PROMPT_COLUMNS if named is None else (named,)
+
+
+def _template_columns(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str, ...]:
+    """The columns that the template reads; InputError for one that is not there."""
+    if spec.input.template is None:
+        return ()
+    template = PromptTemplate(spec.input.template)
+    for name in template.named:
+        if name not in schema.names:
+            raise InputError(
+                f"input.template: no column {name!r} in {place}; its columns: {place.listed}"
+            )
+    return tuple(schema.names) if template.columns is None else template.columns
+
+
 def _schema_of_nothing(spec: JobSpec) -> pa.Schema:
     """No rows tell no columns: those that the spec names are there, and hold nothing."""
-    named = [spec.input.messages or spec.input.prompt or PROMPT_COLUMNS[1], spec.input.custom_id]
+    prompts = _named_prompts(spec) or ()
+    if spec.input.template is None:
+        prompts = (spec.input.messages or spec.input.prompt or PROMPT_COLUMNS[1],)
+    named = [*prompts, spec.input.custom_id]
     named += [*(() if spec.input.keep == "all" else spec.input.keep), *spec.generation.per_row]
     return pa.schema([(name, pa.null()) for name in dict.fromkeys(named) if name])
 

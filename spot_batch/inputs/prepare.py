@@ -99,10 +99,11 @@ class SamplePreparer:
         self._seed = spec.generation.seed
         self._per_row = spec.generation.per_row
         self._custom_id = pinned.custom_id_column
+        self._prompt_columns = pinned.prompt_columns
         self._used = list(
             dict.fromkeys(
                 name
-                for name in (pinned.prompt_column, self._custom_id, *self._per_row)
+                for name in (*pinned.prompt_columns, self._custom_id, *self._per_row)
                 if name is not None
             )
         )
@@ -134,7 +135,7 @@ class SamplePreparer:
                 custom_id = custom_id or read.faults[position].custom_id
                 raise read.faults[position]
             custom_id = custom_id or self._id_of(values)
-            text = _shown(values[self._used[0]])
+            text = _shown({name: values[name] for name in self._prompt_columns})
             seed = _override(values, "seed", self._per_row, self._seed)
             params = self._params_of(values)
             prompt = self._renderer.render(values, max_new_tokens=params.max_new_tokens)
@@ -259,5 +260,7 @@ def _stop(own: Mapping[str, object], default: tuple[str, ...]) -> tuple[str, ...
     return tuple(texts)
 
 
-def _shown(value: object) -> str:
+def _shown(values: Mapping[str, object]) -> str:
+    """What a prompt was to be made of: one column's value, or several with their names."""
+    value = next(iter(values.values())) if len(values) == 1 else dict(values)
     return value if isinstance(value, str) else str(value)

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.template import PromptTemplate
 from spot_batch.job import JobSpec
 from spot_batch.records import PinnedInput
 
@@ -36,10 +37,11 @@ class RenderedPrompt:
 class PromptRenderer:
     """Turns a row into the prompt's tokens; raises RowFault for a row that has none.
 
-    A text prompt is one user turn where the tokenizer has a chat template and `model.chat_template`
-    is auto, else it is read as it stands. `input.system` goes first, unless a row's messages begin
-    with a system message of their own. The prompt and `max_new_tokens`, rounded up to whole blocks,
-    must fit `max_context`; `input.overlong` says what becomes of a row that does not.
+    A text prompt (a column's, or what `input.template` makes of several) is one user turn where the
+    tokenizer has a chat template and `model.chat_template` is auto, else it is read as it stands.
+    `input.system` goes first, unless a row's messages begin with a system message of their own. The
+    prompt and `max_new_tokens`, rounded up to whole blocks, must fit `max_context`;
+    `input.overlong` says what becomes of a row that does not.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class PromptRenderer:
             if spec.input.system is not None:
                 raise InputError(f"input.system needs a chat template; {why}")
         self._column = pinned.prompt_column
+        self._template = PromptTemplate(spec.input.template) if spec.input.template else None
+        self._from = "input.template" if self._template else f"column {self._column!r}"
         self._is_chat = pinned.prompt_kind == "messages"
         self._system = spec.input.system
         self._overlong = spec.input.overlong
@@ -78,11 +82,11 @@ class PromptRenderer:
 
     def render(self, row: Mapping[str, object], *, max_new_tokens: int) -> RenderedPrompt:
         """The prompt of a row, or RowFault: empty_prompt, bad_prompt, too_long(_skipped)."""
-        value = row[self._column]
+        value = row[self._column] if self._template is None else self._template.render(row)
         messages = self._messages(value) if self._is_chat else self._user_turn(value)
         rendered = self._encoded(messages)
         if not rendered.token_ids:
-            raise RowFault("empty_prompt", f"column {self._column!r}: no token is left of it")
+            raise RowFault("empty_prompt", f"{self._from}: no token is left of it")
         room = self._room(max_new_tokens)
         if len(rendered.token_ids) <= room:
             return rendered
@@ -102,17 +106,17 @@ class PromptRenderer:
 
     def _user_turn(self, value: object) -> Messages:
         if value is None or (isinstance(value, str) and not value.strip()):
-            raise RowFault("empty_prompt", f"column {self._column!r} is empty")
+            raise RowFault("empty_prompt", f"{self._from} is empty")
         assert isinstance(value, str), f"a prompt column holds text, got {type(value).__name__}"
         return self._with_system([{"role": "user", "content": value}])
 
     def _messages(self, value: object) -> Messages:
         if value is None or value == []:
-            raise RowFault("empty_prompt", f"column {self._column!r} holds no message")
+            raise RowFault("empty_prompt", f"{self._from} holds no message")
         assert isinstance(value, list), f"messages are a list, got {type(value).__name__}"
         messages = []
         for place, message in enumerate(value):
-            where = f"column {self._column!r}, message {place}"
+            where = f"{self._from}, message {place}"
             if not isinstance(message, dict):
                 raise RowFault("bad_prompt", f"{where} is null")
             given = {name: part for name, part in message.items() if part is not None}
@@ -122,7 +126,7 @@ class PromptRenderer:
                     raise RowFault("bad_prompt", f"{where}: its {name} must be text, got {kind}")
             messages.append(given)
         if not any(str(message["content"]).strip() for message in messages):
-            raise RowFault("empty_prompt", f"column {self._column!r}: every message is empty")
+            raise RowFault("empty_prompt", f"{self._from}: every message is empty")
         return self._with_system(messages)
 
     def _with_system(self, messages: Messages) -> Messages:
@@ -175,7 +179,7 @@ class PromptRenderer:
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise RowFault(
-                "bad_prompt", f"column {self._column!r}: the chat template refuses it: {error}"
+                "bad_prompt", f"{self._from}: the chat template refuses it: {error}"
             ) from None
 
     def _ids(self, text: str) -> list[int]:
@@ -198,7 +202,7 @@ class PromptRenderer:
             token = next(text for text, number in self._control.items() if number in made)
             raise RowFault(
                 "bad_prompt",
-                f"column {self._column!r} spells the control token {token!r}, which this "
+                f"{self._from} spells the control token {token!r}, which this "
                 "tokenizer cannot write as text",
             )
         return ids

@@ -99,7 +99,7 @@ def _provenance(facts: CardFacts) -> str:
         ("fingerprint", facts.fingerprint),
         ("input", ", ".join(names)),
         ("input rows", str(pinned.num_rows)),
-        (f"{pinned.prompt_kind} column", pinned.prompt_column),
+        (f"{pinned.prompt_kind} column", pinned.prompt_column or "input.template"),
     ]
     return (
         _table(rows)

@@ -455,6 +455,7 @@ class JobDirectory:
         tree["files"] = tuple(InputFile(**file) for file in tree["files"])
         tree["schema"] = bytes.fromhex(tree["schema"])
         tree["faults"] = tuple(tree["faults"])
+        tree["template_columns"] = tuple(tree.get("template_columns", ()))  # newer than format 1
         return PinnedInput(chunks=tuple(InputChunk(**row) for row in index), **tree)
 
     def _write(self, path: Path, text: str) -> None:

@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from spot_batch.inputs.template import PromptTemplate
 from spot_batch.store.destination import check_destination, replacing
 from spot_batch.store.directory import JobDirectory, OutputError
-from spot_batch.store.load import read_part_of
+from spot_batch.store.load import read_part_of, without_maps
 from spot_batch.store.where import Where
 
 Format = Literal["parquet", "jsonl", "hf", "arrow-stream", "openai-batch"]
@@ -105,7 +106,7 @@ def as_dataset(job: JobDirectory, spec: ExportSpec, scratch: Path) -> Any:
     """The rows as a `datasets.Dataset` over a file at `scratch`, for pushing."""
     import datasets
 
-    _write_stream(_Tables(job, spec), scratch)
+    _write_stream(_Tables(job, spec), scratch, of_datasets=True)
     return datasets.Dataset.from_file(str(scratch))
 
 
@@ -150,11 +151,9 @@ class _Tables:
             return next(_grouped(iter([table]), self._name("row_index"), self._is_of_row))
         if self.spec.shape is None:
             return table
-        column = self.job.pinned.prompt_column
-        if column not in table.column_names:
-            raise ValueError(f"--as wants the prompt column {column!r}, which input.keep left out")
+        given = self._prompts(table)
         system = self.job.spec.input.system
-        prompts = [self._turns(value, system) for value in table[column].to_pylist()]
+        prompts = [self._turns(value, system) for value in given.to_pylist()]
         answers = table[self._name("generation")]
         says = [{"role": "assistant", "content": each} for each in answers.to_pylist()]
         ids = {self._name("custom_id"): table[self._name("custom_id")]}
@@ -162,7 +161,7 @@ class _Tables:
             made = [[*turns, answer] for turns, answer in zip(prompts, says, strict=True)]
             shaped = {"messages": pa.array(made, pa.list_(_TURN))}
         elif self.job.pinned.prompt_kind == "prompt" and system is None:
-            shaped = {"prompt": table[column], "completion": answers}
+            shaped = {"prompt": given, "completion": answers}
         else:
             shaped = {
                 "prompt": pa.array(prompts, pa.list_(_TURN)),
@@ -174,6 +173,20 @@ class _Tables:
             if name not in shaped and name not in ids
         }
         return pa.table({**ids, **shaped, **extra})
+
+    def _prompts(self, table: pa.Table) -> pa.ChunkedArray:
+        """What stood in the place of the user's turns: a column, or a text of several."""
+        pinned, text = self.job.pinned, self.job.spec.input.template
+        for name in pinned.prompt_columns:
+            if name not in table.column_names:
+                raise ValueError(
+                    f"--as wants the prompt column {name!r}, which input.keep left out"
+                )
+        if text is None:
+            return table[pinned.prompt_column]
+        template = PromptTemplate(text)
+        rows = table.select(pinned.prompt_columns).to_pylist()
+        return pa.chunked_array([[template.render(row) for row in rows]], pa.string())
 
     def _turns(self, prompt: Any, system: str | None) -> list[Any]:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
@@ -235,10 +248,13 @@ def _write_parquet(tables: _Tables, path: Path) -> None:
             writer.write_table(table)
 
 
-def _write_stream(tables: _Tables, path: Path) -> None:
-    with path.open("wb") as file, pa.ipc.new_stream(file, tables.schema) as writer:
+def _write_stream(tables: _Tables, path: Path, *, of_datasets: bool = False) -> None:
+    schema = tables.schema
+    if of_datasets:
+        schema = without_maps(schema.empty_table()).schema
+    with path.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for table in tables:
-            writer.write_table(table)
+            writer.write_table(without_maps(table) if of_datasets else table)
 
 
 def _write_jsonl(tables: _Tables, path: Path) -> None:
@@ -254,7 +270,7 @@ def _write_hf(tables: _Tables, path: Path) -> None:
     import datasets
 
     stream = path.with_name("stream")
-    _write_stream(tables, stream)
+    _write_stream(tables, stream, of_datasets=True)
     datasets.Dataset.from_file(str(stream)).save_to_disk(str(path))
     if not tables.job.is_complete:
         (path / "README.md").write_text("**Not complete**: more parts follow.\n")

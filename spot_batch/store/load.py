@@ -24,7 +24,8 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
 
     Files are memory-mapped: with `output.compression: none` nothing is copied. A job that is not
     complete is refused unless `partial` is true; its published parts are then what there is.
-    OutputError names a part that is missing or damaged.
+    A column of maps is one of lists of key and value. OutputError names a part that is missing or
+    damaged.
     """
     import datasets
     from datasets.table import InMemoryTable
@@ -37,7 +38,31 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
     info = None
     if not job.is_complete:
         info = datasets.DatasetInfo(description="Not complete: more parts follow.")
-    return datasets.Dataset(InMemoryTable(read_parts(job, which)), info=info)
+    return datasets.Dataset(InMemoryTable(without_maps(read_parts(job, which))), info=info)
+
+
+def without_maps(table: pa.Table) -> pa.Table:
+    """Maps as lists of key and value, which is how `datasets` can hold them; no copy."""
+    fields = [field.with_type(_without_maps(field.type)) for field in table.schema]
+    schema = pa.schema(fields, metadata=table.schema.metadata)
+    return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def _without_maps(kind: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_map(kind):
+        entry = [("key", _without_maps(kind.key_type)), ("value", _without_maps(kind.item_type))]
+        return pa.list_(pa.struct(entry))
+    if types.is_struct(kind):
+        inner = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_without_maps(field.type)) for field in inner])
+    if types.is_list(kind):
+        item = kind.value_field
+        return pa.list_(item.with_type(_without_maps(item.type)))
+    if types.is_large_list(kind):
+        item = kind.value_field
+        return pa.large_list(item.with_type(_without_maps(item.type)))
+    return kind
 
 
 def read_parts(job: JobDirectory, which: Which) -> pa.Table:
@@ -47,6 +72,12 @@ def read_parts(job: JobDirectory, which: Which) -> pa.Table:
         table = read_part_of(job, which, index)
         tables += [table] if table is not None else []
     return pa.concat_tables(tables).replace_schema_metadata(job.schema.metadata)
+
+
+def num_errors(job: JobDirectory) -> int:
+    """How many samples of the published parts have no generation; OutputError as `read_part_of`."""
+    parts = (read_part_of(job, "errors", index) for index in range(job.num_parts))
+    return sum(part.num_rows for part in parts if part is not None)
 
 
 def read_part_of(job: JobDirectory, which: Which, index: int) -> pa.Table | None:

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spot_batch.job import redacted
-from spot_batch.remote import file_system, local_folder, mark_of
+from spot_batch.remote import file_system, is_url, local_folder, mark_of
 from spot_batch.store.files import (
     OutputError,
     StorageFull,
@@ -239,7 +239,7 @@ def mirrored(root: Path) -> Iterator[None]:
 def folder_of(out: str | Path) -> Path:
     """The folder on this machine of a job directory or its URL, as the store has it now."""
     text = str(out)
-    mirror = Mirror(text, local_folder(text)) if "://" in text else Mirror.of(Path(out))
+    mirror = Mirror(text, local_folder(text)) if is_url(text) else Mirror.of(Path(out))
     if mirror is None:
         return Path(out)
     from spot_batch.store.lease import drives_here

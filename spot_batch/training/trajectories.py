@@ -21,7 +21,8 @@ from torch import Tensor
 
 from spot_batch.drafters.stale import TOP_K
 from spot_batch.records import NoiseKey
-from spot_batch.store import JobDirectory
+from spot_batch.store import JobDirectory, fault_of_parts
+from spot_batch.store.load import damaged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +161,9 @@ def _source(path: Path, job: JobDirectory) -> Source:
         raise ValueError(f"{path}: the job is not complete; resume it first")
     if job.spec.output.prefix + "trajectory" not in job.schema.names:
         raise ValueError(f"{path}: no trajectories; record them with output.include: trajectory")
+    fault = fault_of_parts(job, verify=False)
+    if fault is not None:
+        raise damaged(job, fault)
     return Source(
         target=Path(job.spec.model.target.path).name,
         weights=str(job.fields["model.weights"]),

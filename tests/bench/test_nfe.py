@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from spot_batch.bench.tasks import TASKS, load_task
 from spot_batch.cli import app
+from spot_batch.cli.comparing import read_grid
 from tests.models import write_target
 
 METHODS = "spiffy,ssd,blockspec,ranking,random,position-oracle,token-oracle,full-oracle"
@@ -121,6 +122,35 @@ def test_an_unknown_key_of_a_grid_is_named(tmp_path: Path) -> None:
     code, output = bench("nfe", str(spec))
     assert code == 2
     assert "grid.yaml: unknown key 'budget'; there are model" in output
+
+
+@pytest.mark.parametrize(
+    ("published", "message"),
+    [
+        ("3", "published must be a list, got 3"),
+        ("[spot]", "published[0] must have task, method, budget, temperature, nfe_ratio"),
+        ("[{task: x}]", "published[0] must have task"),
+        (
+            "[{task: x, method: spot, budget: much, temperature: 0, nfe_ratio: 2}]",
+            "published[0].budget must be a number, got 'much'",
+        ),
+    ],
+)
+def test_published_figures_that_are_none_are_named(
+    tmp_path: Path, published: str, message: str
+) -> None:
+    spec = tmp_path / "grid.yaml"
+    spec.write_text(f"published: {published}\n")
+    code, output = bench("nfe", str(spec))
+    assert code == 2
+    assert message in output
+
+
+def test_published_figures_are_taken_as_they_are(tmp_path: Path) -> None:
+    entry = {"task": "x", "method": "spot", "budget": 8, "temperature": 0, "nfe_ratio": "3 to 4"}
+    spec = tmp_path / "grid.yaml"
+    spec.write_text(json.dumps({"published": [entry]}))
+    assert read_grid(spec, {}).published == (entry,)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,20 @@ def test_a_dry_run_shows_the_prompt_and_writes_nothing(rows: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_template_is_shown_as_its_first_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "one", "b": 2}\n')
+    (tmp_path / "mine.jinja").write_text("{{ a }} and {{ b }}?\n")
+    for given in ("{{ a }} and {{ b }}?", str(tmp_path / "mine.jinja")):
+        for command in (["validate"], ["submit", "--dry-run", "-o", tmp_path / "out"]):
+            done = Done([*command, "-i", path, "--template", given])
+            assert done.code == 0, done.wrong
+            assert "prompts by input.template, of columns: 'a', 'b'" in done.shown
+            assert "one and 2?" in done.shown
+    wrong = Done(["validate", "-i", path, "--template", "{{ c }}"])
+    assert (wrong.code, "no column 'c' in rows.jsonl" in wrong.wrong) == (2, True)
+
+
 def test_a_saved_spec_is_the_same_job(rows: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.yaml"
     out = ["-o", tmp_path / "out", "--dry-run", "--json"]
@@ -138,6 +152,11 @@ def test_a_saved_spec_is_the_same_job(rows: Path, tmp_path: Path) -> None:
     second = Done(["submit", saved, *out])
     assert first.code == second.code == 0, first.wrong + second.wrong
     assert json.loads(first.shown)["fingerprint"] == json.loads(second.shown)["fingerprint"]
+    assert Done(["submit", "-i", rows, "--save-spec", saved, *out]).code == 0
+    before = rows.read_bytes()
+    wrong = Done(["submit", "-i", rows, "--save-spec", rows, *out])
+    assert (wrong.code, rows.read_bytes()) == (2, before)
+    assert "rows.jsonl is there already, and is no spec" in wrong.wrong
 
 
 def test_validate_renders_prompts_and_counts_rows_that_cannot_be_used(tmp_path: Path) -> None:

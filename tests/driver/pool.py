@@ -38,6 +38,7 @@ from spot_batch.store import (
     JobDirectory,
     StorageFull,
     acquire_driver_lease,
+    begin_retry,
     compact,
     delete_covered_segments,
 )
@@ -279,10 +280,14 @@ def drive(
     driver: Callable[[str], None] = nothing,
     actor: Callable[[str], None] = nothing,
     setup: Callable[[], None] = lambda: None,
+    retry: bool = False,
     timeout_s: float = 60.0,
 ) -> int:
-    """One run of a job in a process of its own; its exit code, negative where it was killed."""
-    process = FORK.Process(target=_drive, args=(root, num_actors, driver, actor, setup))
+    """One run of a job in a process of its own; its exit code, negative where it was killed.
+
+    `retry` opens the complete job for its error rows first.
+    """
+    process = FORK.Process(target=_drive, args=(root, num_actors, driver, actor, setup, retry))
     process.start()
     process.join(timeout_s)
     assert process.exitcode is not None, "the run does not end"
@@ -301,6 +306,7 @@ def _drive(
     driver: Callable[[str], None],
     actor: Callable[[str], None],
     setup: Callable[[], None],
+    retry: bool = False,
 ) -> None:
     setup()
     job = JobDirectory.open(root, reach=driver)
@@ -310,6 +316,8 @@ def _drive(
         yield Pool(num_actors, actor)
 
     with acquire_driver_lease(job) as lease:
+        if retry:
+            begin_retry(job)
         result = run_job(job, FACTS, Silent(), lease=lease, workplace=workplace)
     os._exit(int(result.exit_code))
 

@@ -22,9 +22,10 @@ import pytest
 from spot_batch.driver import run as driver_run
 from spot_batch.driver.plan import plan_job
 from spot_batch.driver.progress import Exit
-from spot_batch.store import JobDirectory, scan
+from spot_batch.store import JobDirectory, publish_segment, scan
 from tests.driver.jobs import data_hash, prompts, small_spec, write_rows
 from tests.driver.pool import Count, KillAt, begin_drive, drive, nothing, wait_gone
+from tests.store.jobs import make_outcomes
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -130,6 +131,41 @@ def test_a_kill_at_any_step_changes_no_byte(
                 assert drive(root, num_actors=1) == Exit.COMPLETE, (step, nth)
                 tally.counts["runs"] += 1
             tally.compare(root, want)
+            shutil.rmtree(folder)
+
+
+def test_a_kill_at_any_step_of_a_retry_changes_no_byte(
+    fresh: Path, undisturbed: tuple[Path, Path, Path], tmp_path: Path, tally: Tally
+) -> None:
+    """Samples of three parts failed; once retried the job is that of which none ever did."""
+    failed = copied(fresh, tmp_path / "failed")
+    ids = [3, 30, 31, 70]
+    job = JobDirectory.open(failed)
+    publish_segment(job, make_outcomes(job, ids, failed=ids))
+    assert drive(failed, num_actors=1) == Exit.TOO_MANY_ERRORS
+    count = Count(tmp_path / "steps")
+    whole = copied(failed, tmp_path / "whole")
+    assert drive(whole, num_actors=1, driver=count, retry=True) == Exit.COMPLETE
+    tally.counts["runs"] += 2
+    tally.compare(whole, undisturbed[0])
+    reached = Counter(count.path.read_text().split())
+    assert {step: reached[step] for step in reached if step.startswith("retry.")} == {
+        "retry.opened": 1,
+        "retry.kept": 3,
+        "retry.marked": 3,
+    }
+    for step, most in sorted(reached.items()):
+        for nth in range(1, 1 + (most if step.startswith("retry.") else 1)):
+            folder = tmp_path / f"{step}-{nth}"
+            root = copied(failed, folder)
+            kill = KillAt(step, nth, folder / "spent")
+            code = drive(root, num_actors=1, driver=kill, retry=True)
+            assert code == -signal.SIGKILL, (step, nth, code)
+            if drive(root, num_actors=1) == Exit.TOO_MANY_ERRORS:  # parts that were not marked yet
+                assert drive(root, num_actors=1, retry=True) == Exit.COMPLETE, (step, nth)
+                tally.counts["runs"] += 1
+            tally.counts.update(runs=2, kills=1)
+            tally.compare(root, undisturbed[0])
             shutil.rmtree(folder)
 
 

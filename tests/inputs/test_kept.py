@@ -16,9 +16,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from spot_batch.inputs import InputError, InputReader, check_unchanged, pin_input
 from spot_batch.records import PinnedInput
+from tests.inputs import google
 from tests.store.jobs import make_spec, write_jsonl
 
 ROWS = [{"prompt": f"row {i}"} for i in range(3)]
@@ -121,6 +123,33 @@ def test_any_file_system_of_fsspec_is_read(tmp_path: Path) -> None:
         pin("memory://bucket/none.jsonl", tmp_path / "kept")
     with pytest.raises(InputError, match="chain of file systems"):
         pin("simplecache::memory://bucket/a.jsonl", tmp_path / "kept")
+
+
+def test_googles_storage_is_read_by_name_folder_and_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"a.jsonl": TEXT.replace(b"row", b"line"), "b.jsonl.gz": gzip.compress(TEXT)}
+    with google.serving({**files, "_hidden.jsonl": TEXT, "notes.txt": b"no rows"}) as endpoint:
+        stub = fs.GcsFileSystem(anonymous=True, endpoint_override=endpoint, scheme="http")
+        monkeypatch.setattr("spot_batch.remote._google_cloud", lambda: stub)
+        both = ["line 0", "line 1", "line 2", "row 0", "row 1", "row 2"]
+        found = {"gs://rows": both, "gs://rows/*.jsonl*": both, "gs://rows/a.jsonl": both[:3]}
+        for url, prompts in found.items():
+            assert prompts_of(pin(url, tmp_path / "kept")) == prompts
+        check_unchanged(pin("gs://rows/b.jsonl.gz", tmp_path / "kept"))
+        with pytest.raises(InputError, match="no such file: gs://rows/none"):
+            pin("gs://rows/none.jsonl", tmp_path / "kept")
+
+
+def test_googles_storage_without_credentials_says_so_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GCE_METADATA_ROOT", "127.0.0.1:9")
+    monkeypatch.setattr("spot_batch.remote.GOOGLE_PATIENCE_S", 0.5)
+    with pytest.raises(InputError, match=r"gs://rows/a\.jsonl cannot be read: .*authenticat"):
+        pin("gs://rows/a.jsonl", tmp_path / "kept")
 
 
 Put = Callable[[str, bytes], object]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spot_batch.inputs
 from spot_batch.inputs import (
     InputReader,
     PreparedSample,
@@ -18,7 +20,7 @@ from spot_batch.inputs import (
     noise_key,
     pin_input,
 )
-from spot_batch.records import Completion, RowError, SampleStats
+from spot_batch.records import ROW_CODES, Completion, RowError, SampleStats
 from spot_batch.store import compact, publish_segment
 from tests.inputs.tiny import tiny_tokenizer
 from tests.store.jobs import make_job, make_spec, write_jsonl
@@ -269,3 +271,10 @@ def test_an_error_row_of_a_table_has_its_own_id(tmp_path: Path) -> None:
     assert made[1].error is not None
     assert [made[0].custom_id, made[1].custom_id] == ["a", "b"]
     assert made[1].error.code == "bad_encoding"
+
+
+def test_every_fault_of_a_row_is_known_as_one_that_no_retry_mends() -> None:
+    """`retry` goes by the code alone."""
+    folder = Path(spot_batch.inputs.__file__).parent
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    assert set(re.findall(r'(?:RowFault|failed)\(\s*"(\w+)"', text)) == ROW_CODES

@@ -73,6 +73,26 @@ def test_a_saved_dataset_and_a_stream(job: JobDirectory, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "x.arrows"]
 
 
+def test_maps_are_lists_of_key_and_value_where_a_dataset_holds_them(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.int64())
+    table = pa.table(
+        {
+            "prompt": ["a", "b"],
+            "m": pa.array([[("k", 1)], None], kind),
+            "deep": pa.array([[[("k", 2)]], []], pa.list_(kind)),
+        }
+    )
+    job = make_job(tmp_path, table)
+    publish_segment(job, make_outcomes(job, range(2)))
+    finalize(job, check=None, facts=None)
+    export(job, tmp_path / "saved", ExportSpec(format="hf"))
+    for loaded in (datasets.load_from_disk(str(tmp_path / "saved")), spot_batch.load(job.root)):
+        assert loaded["m"] == [[{"key": "k", "value": 1}], None]
+        assert loaded["deep"] == [[[{"key": "k", "value": 2}]], []]
+    export(job, tmp_path / "x.parquet", ExportSpec(format="parquet"))
+    assert pq.read_schema(tmp_path / "x.parquet").field("m").type == kind
+
+
 def test_grouped_samples_are_lists_of_their_row(job: JobDirectory, tmp_path: Path) -> None:
     spec = ExportSpec(format="jsonl", group=True, columns=("prompt", "sample_index", "generation"))
     assert export(job, tmp_path / "x.jsonl", spec) == 9

@@ -303,7 +303,11 @@ def test_a_job_with_a_truncated_part_is_refused(recorded: Path, tmp_path: Path) 
     job = JobDirectory.open(copy)
     part = job.data / job.part_name(0)
     part.write_bytes(part.read_bytes()[:-200])
-    with pytest.raises(ValueError, match="copy: its parts cannot be read"):
+    message = f"data/{part.name}: its size .*; `spot-batch resume .*/copy` makes it again"
+    with pytest.raises(ValueError, match=message):
+        load_trajectories([copy])
+    part.unlink()
+    with pytest.raises(ValueError, match=f"data/{part.name}: is gone"):
         load_trajectories([copy])
 
 
@@ -327,7 +331,13 @@ def test_jobs_of_another_noise_key_are_refused(
         load_trajectories([recorded, other])
 
 
-def test_states_of_another_top_k_are_refused(recorded: Path, tmp_path: Path) -> None:
+def test_states_of_another_top_k_are_refused(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sound(job: JobDirectory, *, verify: bool) -> None:
+        """This part is as another version wrote it, not as this job's own facts have it."""
+
+    monkeypatch.setattr("spot_batch.training.trajectories.fault_of_parts", sound)
     copy = tmp_path / "copy"
     shutil.copytree(recorded, copy)
     job = JobDirectory.open(copy)
