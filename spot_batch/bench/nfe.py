@@ -45,6 +45,9 @@ METHODS = (
     "full-oracle",
 )
 
+CALIBRATED = ("spiffy", "blockspec", "token-oracle")
+"""Methods that are fitted on training prompts first."""
+
 _NUM_RESAMPLES = 2_000
 
 
@@ -76,11 +79,12 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NfeRow:
-    """What a method needed. `nfe`: forwards a sample; `nfe_ratio`: draft-free forwards over them,
-    with its 95 % interval by a paired bootstrap over prompts; `next_position_accuracy`: of rounds
-    with a tree, how often the best first guess was the position committed next; `accepted_share`:
-    of drafted states. `live_agrees`, `identical`: of the cells that were run live too, whether each
-    sample took the replayed number of forwards and is token for token the draft-free one.
+    """What a method needed. `prompts`: their digest; `nfe`: forwards a sample; `nfe_ratio`:
+    draft-free forwards over them, with its 95 % interval by a paired bootstrap over prompts;
+    `next_position_accuracy`: of rounds with a tree, how often the best first guess was the position
+    committed next; `accepted_share`: of drafted states. `live_agrees`, `identical`: of the cells
+    that were run live too, whether each sample took the replayed number of forwards and is token
+    for token the draft-free one.
     """
 
     task: str
@@ -89,6 +93,7 @@ class NfeRow:
     temperature: float
     seed: int
     length: int | None
+    prompts: str
     num_prompts: int
     nfe: float
     draft_free_nfe: float
@@ -227,20 +232,28 @@ def future_of(samples: Sequence[RecordedSample]) -> Future:
 
 
 def make_drafter(
-    cell: Cell, *, order: Drafter | None, fitted_to: Fitted, samples: Sequence[RecordedSample]
+    cell: Cell,
+    *,
+    order: Drafter | None,
+    fitted_to: Fitted | None,
+    samples: Sequence[RecordedSample],
 ) -> Drafter:
-    """The drafter of a cell's method. Raises ValueError where there is none."""
+    """The drafter of a cell's method; `fitted_to` is of use to those in `CALIBRATED` alone.
+
+    Raises ValueError where there is none.
+    """
+    assert fitted_to is not None or cell.method not in CALIBRATED, f"{cell.method} wants a fit"
     kind = cell.method.removesuffix("-oracle")
     if cell.method in ("spot", "spot-gamma"):
         if order is None:
             raise ValueError(f"{cell.method} wants an order drafter; --drafter names one")
         return order
-    if cell.method == "spiffy":
+    if cell.method == "spiffy" and fitted_to is not None:
         return SpiffyDrafter(fitted_to.graph(cell.budget))
-    if cell.method == "blockspec":
+    if cell.method == "blockspec" and fitted_to is not None:
         return ConfidenceTreeDrafter(sharpness=fitted_to.sharpness)
     if kind != cell.method and kind in get_args(OracleKind):
-        sharpness = fitted_to.sharpness if kind == "token" else 1.0
+        sharpness = fitted_to.sharpness if fitted_to is not None and kind == "token" else 1.0
         return OracleDrafter(kind, future_of(samples), sharpness=sharpness)  # type: ignore[arg-type]
     if cell.method == "ssd":
         return ChainDrafter()
@@ -256,6 +269,7 @@ def measure(
     samples: Sequence[RecordedSample],
     drafter: Drafter,
     *,
+    prompts: str,
     live_on: BlockTarget | None = None,
 ) -> NfeRow:
     """One cell, replayed; run on a target as well where one is given."""
@@ -275,6 +289,7 @@ def measure(
         temperature=cell.temperature,
         seed=cell.seed,
         length=cell.length,
+        prompts=prompts,
         num_prompts=len(samples),
         nfe=float(forwards.mean()),
         draft_free_nfe=float(base.mean()),
