@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from spot_batch.bench.exact import params_of
 from spot_batch.bench.loading import Models
 from spot_batch.bench.nfe import (
     CALIBRATED,
@@ -14,7 +15,6 @@ from spot_batch.bench.nfe import (
     fitted,
     make_drafter,
     measure,
-    params_of,
     record,
 )
 from spot_batch.bench.prompts import make_requests

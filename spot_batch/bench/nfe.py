@@ -159,17 +159,6 @@ def record(
     ]
 
 
-def params_of(info: ModelInfo, *, temperature: float, length: int, fixed: bool) -> SamplingParams:
-    """How the samples of a cell are decoded: the family's rule, no top-p or top-k."""
-    return SamplingParams(
-        max_new_tokens=length,
-        temperature=temperature,
-        stop_ids=info.stop_ids,
-        stop_at="never" if fixed else "early",
-        confidence=info.family.confidence,
-    )
-
-
 def fitted(
     target: BlockTarget,
     info: ModelInfo,

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from spot_batch.bench.exact import params_of
 from spot_batch.bench.loading import Models
-from spot_batch.bench.nfe import as_trajectories, future_of, params_of, record
+from spot_batch.bench.nfe import as_trajectories, future_of, record
 from spot_batch.bench.prompts import make_requests
 from spot_batch.bench.replay import RecordedSample, replay
 from spot_batch.drafters.base import Drafter

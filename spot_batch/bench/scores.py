@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spot_batch.bench.exact import decode_all
+from spot_batch.bench.exact import decode_all, params_of
 from spot_batch.bench.grading import ScoreCell, ScoreRow, find_grader, score_row
 from spot_batch.bench.loading import Models
-from spot_batch.bench.nfe import params_of
 from spot_batch.bench.prompts import make_requests
 from spot_batch.bench.tasks import TaskRow
 from spot_batch.decoding import EngineSettings

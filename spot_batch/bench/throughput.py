@@ -12,23 +12,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spot_batch.decoding import Engine, EngineSettings, LatencyTable
+from spot_batch.bench.loading import Models
+from spot_batch.bench.prompts import make_requests
+from spot_batch.decoding import Engine, EngineSettings, LatencyTable, measure_latency
 from spot_batch.decoding.latency import device_clock
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import NoiseKey, Request
+from spot_batch.records import NoiseKey, Request, SamplingParams
 from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch, Target
 
 BASELINE = "none, fast"
 CANONICAL = "none, canonical"
+
+_LATENCY_S = 12.0  # that measuring a latency table may take
 
 # Of a mean over so many passes less one: 97.5 % points of Student's t.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
@@ -44,6 +48,7 @@ class ThroughputRow:
     """
 
     sequences: int
+    seed: int
     budget: str
     tokens_per_s: float
     ratio_to_draft_free: float
@@ -54,6 +59,59 @@ class ThroughputRow:
     drafted_per_forward: float
     steps_per_forward: float
     num_passes: int
+
+    @property
+    def cell(self) -> ThroughputCell:
+        return ThroughputCell(self.sequences, self.seed, self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputCell:
+    """One way to decode, by the budget's name."""
+
+    sequences: int
+    seed: int
+    budget: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputBenchmark:
+    """What all cells share. All budgets of a number in flight and a seed take turns, so they are
+    measured together, whichever of them are asked for."""
+
+    models: Models
+    questions: Sequence[str]
+    params: SamplingParams
+    budgets: Sequence[int | Literal["auto"]]
+    latency: LatencyTable | None
+    max_slots: int
+    num_passes: int
+    turn_s: float
+
+    def open(self) -> Callable[[Sequence[ThroughputCell]], Iterator[ThroughputRow]]:
+        drafter = self.models.some_drafter()
+        target, fast = self.models.target(), self.models.target(canonical=False)
+        latency = self.latency or measure_latency(
+            target, drafter, max_slots=self.max_slots, at_most_s=_LATENCY_S
+        )
+
+        def measured(cells: Sequence[ThroughputCell]) -> Iterator[ThroughputRow]:
+            first, questions = cells[0], list(self.questions)
+            requests = make_requests(self.models.info, questions, self.params, seed=first.seed)
+            for row in measure_throughput(
+                target,
+                fast,
+                drafter,
+                latency,
+                requests,
+                sequences=first.sequences,
+                budgets=self.budgets,
+                num_passes=self.num_passes,
+                turn_s=self.turn_s,
+            ):
+                yield replace(row, seed=first.seed)
+
+        return measured
 
 
 class _Timed:
@@ -197,6 +255,7 @@ def _row(
     device_s = one.target.seconds + (one.drafter.seconds if one.drafter is not None else 0.0)
     return ThroughputRow(
         sequences=sequences,
+        seed=0,
         budget=one.name,
         tokens_per_s=statistics.fmean(one.speeds) * per_step,
         ratio_to_draft_free=ratio,
