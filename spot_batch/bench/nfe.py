@@ -26,7 +26,7 @@ from spot_batch.drafters.spiffy import SpiffyDrafter, SpiffyGraph
 from spot_batch.records import Completion, Request, SamplingParams
 from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.registry import ModelInfo
-from spot_batch.training.graphs import fit_graph, fit_sharpness
+from spot_batch.training.graphs import Counted, count_formulas, fit_graph, fit_sharpness
 from spot_batch.training.trajectories import Trajectories
 
 GAMMA = 0.1
@@ -127,12 +127,15 @@ class Fitted:
 
     calibration: Trajectories
     graphs: dict[tuple[float, int], SpiffyGraph] = field(default_factory=dict)
+    _counted: Counted | None = None
     _sharpness: float | None = None
 
     def graph(self, budget: int) -> SpiffyGraph:
         key = (self.calibration.temperatures[0], budget)
         if key not in self.graphs:
-            self.graphs[key] = fit_graph(self.calibration, budget=budget)
+            if self._counted is None:
+                self._counted = count_formulas(self.calibration)
+            self.graphs[key] = fit_graph(self._counted, budget=budget)
         return self.graphs[key]
 
     @property

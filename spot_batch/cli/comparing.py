@@ -317,20 +317,17 @@ def spiffy(
 
     from spot_batch.drafters.spiffy import save_graphs
     from spot_batch.training.drafter import made_from
-    from spot_batch.training.graphs import fit_graph
+    from spot_batch.training.graphs import count_formulas, fit_graph
     from spot_batch.training.trajectories import load_trajectories
 
     sizes = numbers(budgets, int, "budgets", least=1)
     check_writable(output, "--output", makes_folders=True)
     recorded = load_trajectories(jobs)
-    graphs = [
-        fit_graph(
-            recorded.take(torch.nonzero((recorded.temperature - heat).abs() < 1e-4).squeeze(1)),
-            budget=budget,
-        )
-        for heat in recorded.temperatures
-        for budget in sizes
-    ]
+    graphs = []
+    for heat in recorded.temperatures:
+        of_heat = torch.nonzero((recorded.temperature - heat).abs() < 1e-4).squeeze(1)
+        counted = count_formulas(recorded.take(of_heat))
+        graphs += [fit_graph(counted, budget=budget) for budget in sizes]
     save_graphs(output, graphs, made_from(recorded))
     chosen = [
         {
