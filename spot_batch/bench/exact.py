@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
+from spot_batch.bench.loading import Models
 from spot_batch.bench.prompts import make_requests
 from spot_batch.decoding import Engine, EngineSettings
 from spot_batch.drafters.base import Drafter
@@ -32,6 +32,23 @@ class Drafting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExactCell:
+    """One way to draft, by its name, of so many samples in flight."""
+
+    numerics: str
+    temperature: float
+    seed: int
+    sequences: int
+    drafting: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.numerics:9} T {self.temperature:g}  seed {self.seed}  {self.drafting:18} in "
+            f"flight {self.sequences:2}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExactRow:
     """One cell: `num_differ` of `num_compared` samples are not the draft-free ones.
 
@@ -39,10 +56,11 @@ class ExactRow:
     forward of its own, as without fusing.
     """
 
-    temperature: float
-    drafting: str
-    sequences: int
     numerics: str
+    temperature: float
+    seed: int
+    sequences: int
+    drafting: str
     num_compared: int
     num_differ: int
     nfe: float
@@ -51,39 +69,67 @@ class ExactRow:
     nfe_apart_ratio: float
     accepted_per_round: float
 
-
-def compare_exact(
-    target: BlockTarget,
-    drafter: Drafter,
-    info: ModelInfo,
-    questions: Sequence[str],
-    *,
-    temperatures: Sequence[float],
-    draftings: Sequence[Drafting],
-    sequences: Sequence[int],
-    max_new_tokens: int,
-) -> Iterator[ExactRow]:
-    """Decode every prompt draft-free, one at a time, then in every other way, and compare."""
-    for temperature in temperatures:
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_ids=info.stop_ids,
-            confidence=info.family.confidence,
+    @property
+    def cell(self) -> ExactCell:
+        return ExactCell(
+            numerics=self.numerics,
+            temperature=self.temperature,
+            seed=self.seed,
+            sequences=self.sequences,
+            drafting=self.drafting,
         )
-        requests = make_requests(info, list(questions), params)
-        alone = EngineSettings(max_sequences=1, budget=0)
-        base = decode_all(target, None, requests, alone)
-        for number, drafting in product(sequences, draftings):
-            settings = replace(
-                alone,
-                max_sequences=number,
-                budget=drafting.budget,
-                gamma=drafting.gamma,
-                crossing=drafting.crossing,
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactBenchmark:
+    """What all cells share; `draftings` by their name."""
+
+    models: Models
+    questions: Sequence[str]
+    draftings: Mapping[str, Drafting]
+    max_new_tokens: int
+
+    def open(self) -> Callable[[Sequence[ExactCell]], Iterator[ExactRow]]:
+        """Decodes every prompt draft-free, one at a time, then in every other way, and compares.
+
+        The cells are of one kind of numerics, temperature and seed.
+        """
+        info, drafter = self.models.info, self.models.some_drafter()
+        targets: dict[str, BlockTarget] = {}
+
+        def compared(cells: Sequence[ExactCell]) -> Iterator[ExactRow]:
+            kind = cells[0].numerics
+            if kind not in targets:
+                targets[kind] = self.models.target(canonical=kind == "canonical")
+            params = params_of(
+                info, temperature=cells[0].temperature, length=self.max_new_tokens, fixed=False
             )
-            found = decode_all(target, drafter, requests, settings)
-            yield exact_row(target, temperature, drafting, number, base, found)
+            requests = make_requests(info, list(self.questions), params, seed=cells[0].seed)
+            alone = EngineSettings(max_sequences=1, budget=0)
+            base = decode_all(targets[kind], None, requests, alone)
+            for cell in cells:
+                drafting = self.draftings[cell.drafting]
+                settings = replace(
+                    alone,
+                    max_sequences=cell.sequences,
+                    budget=drafting.budget,
+                    gamma=drafting.gamma,
+                    crossing=drafting.crossing,
+                )
+                yield exact_row(cell, base, decode_all(targets[kind], drafter, requests, settings))
+
+        return compared
+
+
+def params_of(info: ModelInfo, *, temperature: float, length: int, fixed: bool) -> SamplingParams:
+    """How the samples of a cell are decoded: the family's rule, no top-p or top-k."""
+    return SamplingParams(
+        max_new_tokens=length,
+        temperature=temperature,
+        stop_ids=info.stop_ids,
+        stop_at="never" if fixed else "early",
+        confidence=info.family.confidence,
+    )
 
 
 def decode_all(
@@ -103,12 +149,7 @@ def decode_all(
 
 
 def exact_row(
-    target: BlockTarget,
-    temperature: float,
-    drafting: Drafting,
-    sequences: int,
-    base: dict[int, Completion],
-    found: dict[int, Completion],
+    cell: ExactCell, base: Mapping[int, Completion], found: Mapping[int, Completion]
 ) -> ExactRow:
     """Compare two decodings of the same requests."""
     differ = [
@@ -117,18 +158,16 @@ def exact_row(
         if (found[sample_id].token_ids, found[sample_id].commit_step)
         != (completion.token_ids, completion.commit_step)
     ]
-    for sample_id in differ[:3]:
-        logger.warning("sample %d differs from draft-free decoding", sample_id)
+    if differ:
+        some = ", ".join(map(str, differ[:3])) + (", ..." if len(differ) > 3 else "")
+        logger.warning("%s: %d samples are not the draft-free ones: %s", cell, len(differ), some)
     stats = [completion.stats for completion in found.values()]
     nfe = sum(one.num_forwards for one in stats)
     clean = sum(one.num_clean_passes for one in stats)
     base_nfe = sum(completion.stats.num_forwards for completion in base.values())
     base_clean = sum(completion.stats.num_clean_passes for completion in base.values())
     return ExactRow(
-        temperature=temperature,
-        drafting=drafting.name,
-        sequences=sequences,
-        numerics="fast" if target.tiles.sizes is None else "canonical",
+        **asdict(cell),
         num_compared=len(base),
         num_differ=len(differ),
         nfe=nfe / len(found),

@@ -26,7 +26,7 @@ from spot_batch.drafters.spiffy import SpiffyDrafter, SpiffyGraph
 from spot_batch.records import Completion, Request, SamplingParams
 from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.registry import ModelInfo
-from spot_batch.training.graphs import fit_graph, fit_sharpness
+from spot_batch.training.graphs import Counted, count_formulas, fit_graph, fit_sharpness
 from spot_batch.training.trajectories import Trajectories
 
 GAMMA = 0.1
@@ -44,6 +44,9 @@ METHODS = (
     "token-oracle",
     "full-oracle",
 )
+
+CALIBRATED = ("spiffy", "blockspec", "token-oracle")
+"""Methods that are fitted on training prompts first."""
 
 _NUM_RESAMPLES = 2_000
 
@@ -76,11 +79,12 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NfeRow:
-    """What a method needed. `nfe`: forwards a sample; `nfe_ratio`: draft-free forwards over them,
-    with its 95 % interval by a paired bootstrap over prompts; `next_position_accuracy`: of rounds
-    with a tree, how often the best first guess was the position committed next; `accepted_share`:
-    of drafted states. `live_agrees`, `identical`: of the cells that were run live too, whether each
-    sample took the replayed number of forwards and is token for token the draft-free one.
+    """What a method needed. `prompts`: their digest; `nfe`: forwards a sample; `nfe_ratio`:
+    draft-free forwards over them, with its 95 % interval by a paired bootstrap over prompts;
+    `next_position_accuracy`: of rounds with a tree, how often the best first guess was the position
+    committed next; `accepted_share`: of drafted states. `live_agrees`, `identical`: of the cells
+    that were run live too, whether each sample took the replayed number of forwards and is token
+    for token the draft-free one.
     """
 
     task: str
@@ -89,6 +93,7 @@ class NfeRow:
     temperature: float
     seed: int
     length: int | None
+    prompts: str
     num_prompts: int
     nfe: float
     draft_free_nfe: float
@@ -122,12 +127,15 @@ class Fitted:
 
     calibration: Trajectories
     graphs: dict[tuple[float, int], SpiffyGraph] = field(default_factory=dict)
+    _counted: Counted | None = None
     _sharpness: float | None = None
 
     def graph(self, budget: int) -> SpiffyGraph:
         key = (self.calibration.temperatures[0], budget)
         if key not in self.graphs:
-            self.graphs[key] = fit_graph(self.calibration, budget=budget)
+            if self._counted is None:
+                self._counted = count_formulas(self.calibration)
+            self.graphs[key] = fit_graph(self._counted, budget=budget)
         return self.graphs[key]
 
     @property
@@ -152,17 +160,6 @@ def record(
         recorded_sample(request, done[request.sample_id], target.block_length)
         for request in requests
     ]
-
-
-def params_of(info: ModelInfo, *, temperature: float, length: int, fixed: bool) -> SamplingParams:
-    """How the samples of a cell are decoded: the family's rule, no top-p or top-k."""
-    return SamplingParams(
-        max_new_tokens=length,
-        temperature=temperature,
-        stop_ids=info.stop_ids,
-        stop_at="never" if fixed else "early",
-        confidence=info.family.confidence,
-    )
 
 
 def fitted(
@@ -227,20 +224,28 @@ def future_of(samples: Sequence[RecordedSample]) -> Future:
 
 
 def make_drafter(
-    cell: Cell, *, order: Drafter | None, fitted_to: Fitted, samples: Sequence[RecordedSample]
+    cell: Cell,
+    *,
+    order: Drafter | None,
+    fitted_to: Fitted | None,
+    samples: Sequence[RecordedSample],
 ) -> Drafter:
-    """The drafter of a cell's method. Raises ValueError where there is none."""
+    """The drafter of a cell's method; `fitted_to` is of use to those in `CALIBRATED` alone.
+
+    Raises ValueError where there is none.
+    """
+    assert fitted_to is not None or cell.method not in CALIBRATED, f"{cell.method} wants a fit"
     kind = cell.method.removesuffix("-oracle")
     if cell.method in ("spot", "spot-gamma"):
         if order is None:
             raise ValueError(f"{cell.method} wants an order drafter; --drafter names one")
         return order
-    if cell.method == "spiffy":
+    if cell.method == "spiffy" and fitted_to is not None:
         return SpiffyDrafter(fitted_to.graph(cell.budget))
-    if cell.method == "blockspec":
+    if cell.method == "blockspec" and fitted_to is not None:
         return ConfidenceTreeDrafter(sharpness=fitted_to.sharpness)
     if kind != cell.method and kind in get_args(OracleKind):
-        sharpness = fitted_to.sharpness if kind == "token" else 1.0
+        sharpness = fitted_to.sharpness if fitted_to is not None and kind == "token" else 1.0
         return OracleDrafter(kind, future_of(samples), sharpness=sharpness)  # type: ignore[arg-type]
     if cell.method == "ssd":
         return ChainDrafter()
@@ -256,6 +261,7 @@ def measure(
     samples: Sequence[RecordedSample],
     drafter: Drafter,
     *,
+    prompts: str,
     live_on: BlockTarget | None = None,
 ) -> NfeRow:
     """One cell, replayed; run on a target as well where one is given."""
@@ -275,6 +281,7 @@ def measure(
         temperature=cell.temperature,
         seed=cell.seed,
         length=cell.length,
+        prompts=prompts,
         num_prompts=len(samples),
         nfe=float(forwards.mean()),
         draft_free_nfe=float(base.mean()),

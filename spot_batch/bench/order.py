@@ -6,14 +6,19 @@ often the position that was most confident goes next, and what knowing positions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from spot_batch.bench.nfe import as_trajectories, future_of
+from spot_batch.bench.exact import params_of
+from spot_batch.bench.loading import Models
+from spot_batch.bench.nfe import as_trajectories, future_of, record
+from spot_batch.bench.prompts import make_requests
 from spot_batch.bench.replay import RecordedSample, replay
+from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.oracles import OracleDrafter, OracleKind
 from spot_batch.targets.registry import ModelInfo
 from spot_batch.training.graphs import fit_sharpness
@@ -39,11 +44,83 @@ class OrderRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OracleRow:
-    """Forwards saved where the order, or the tokens, or both are known."""
+    """Forwards saved where the order, or the tokens, or both are known; `nothing` is a drafter."""
 
-    knows: OracleKind
+    knows: OracleKind | Literal["nothing"]
     budget: int
     nfe_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCell:
+    """A recording whose order is looked at."""
+
+    task: str
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitOrder:
+    """The figures of a recording; `prompts` is their digest."""
+
+    task: str
+    temperature: float
+    seed: int
+    prompts: str
+    blocks: tuple[OrderRow, ...]
+    oracles: tuple[OracleRow, ...]
+
+    @property
+    def cell(self) -> OrderCell:
+        return OrderCell(self.task, self.temperature, self.seed)
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        blocks: Sequence[Mapping[str, Any]],
+        oracles: Sequence[Mapping[str, Any]],
+        **rest: Any,
+    ) -> CommitOrder:
+        """From what JSON makes of it."""
+        return cls(
+            blocks=tuple(OrderRow(**each) for each in blocks),
+            oracles=tuple(OracleRow(**each) for each in oracles),
+            **rest,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderBenchmark:
+    """What all recordings share: prompts of each task with their digest, budgets of the oracles."""
+
+    models: Models
+    prompts: Mapping[str, Sequence[str]]
+    digests: Mapping[str, str]
+    budgets: Sequence[int]
+    max_new_tokens: int
+
+    def open(self) -> Callable[[Sequence[OrderCell]], Iterator[CommitOrder]]:
+        info, target, drafter = self.models.info, self.models.target(), self.models.drafter()
+
+        def recorded(cells: Sequence[OrderCell]) -> Iterator[CommitOrder]:
+            for cell in cells:
+                params = params_of(
+                    info, temperature=cell.temperature, length=self.max_new_tokens, fixed=False
+                )
+                prompts = list(self.prompts[cell.task])
+                samples = record(target, make_requests(info, prompts, params, seed=cell.seed))
+                yield CommitOrder(
+                    task=cell.task,
+                    temperature=cell.temperature,
+                    seed=cell.seed,
+                    prompts=self.digests[cell.task],
+                    blocks=tuple(order_by_block(samples, info)),
+                    oracles=tuple(worth_of_knowing(samples, info, self.budgets, drafter)),
+                )
+
+        return recorded
 
 
 def order_by_block(samples: Sequence[RecordedSample], info: ModelInfo) -> list[OrderRow]:
@@ -83,17 +160,25 @@ def order_by_block(samples: Sequence[RecordedSample], info: ModelInfo) -> list[O
 
 
 def worth_of_knowing(
-    samples: Sequence[RecordedSample], info: ModelInfo, budgets: Sequence[int]
+    samples: Sequence[RecordedSample],
+    info: ModelInfo,
+    budgets: Sequence[int],
+    drafter: Drafter | None = None,
 ) -> list[OracleRow]:
-    """What each oracle saves at each budget."""
+    """What each oracle, and a drafter that knows nothing, saves at each budget."""
     sharpness = fit_sharpness(as_trajectories(samples, info))
     future, base = future_of(samples), sum(sample.num_commits for sample in samples)
-    rows = []
     kinds: tuple[OracleKind, ...] = ("position", "token", "full")
+    asked: dict[OracleKind | Literal["nothing"], Drafter] = {
+        kind: OracleDrafter(kind, future, sharpness=sharpness) for kind in kinds
+    }
+    if drafter is not None:
+        asked = {"nothing": drafter, **asked}
+    rows = []
     for budget in budgets:
-        for kind in kinds:
-            found = replay(samples, OracleDrafter(kind, future, sharpness=sharpness), budget=budget)
-            ratio = base / sum(one.num_forwards for one in found)
+        for kind, one in asked.items():
+            found = replay(samples, one, budget=budget)
+            ratio = base / sum(each.num_forwards for each in found)
             rows.append(OracleRow(knows=kind, budget=budget, nfe_ratio=ratio))
     return rows
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from spot_batch.inputs.ids import noise_key
+from spot_batch.inputs.lines import json_lines
 from spot_batch.records import Request, SamplingParams
 from spot_batch.targets.registry import ModelInfo, load_tokenizer
 
@@ -22,18 +23,10 @@ def read_questions(path: Path | None, *, limit: int) -> list[str]:
     """
     path = path or _PACKAGED
     questions = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    for number, line in enumerate(lines[:limit], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    for where, row in islice(json_lines(path), limit):
         name = next((name for name in _COLUMNS if isinstance(row.get(name), str)), None)
         if name is None:
-            raise ValueError(f"{path}, line {number}: none of {', '.join(_COLUMNS)} is a string")
+            raise ValueError(f"{where}: none of {', '.join(_COLUMNS)} is a string")
         questions.append(row[name])
     if not questions:
         raise ValueError(f"{path}: holds no prompts")

@@ -9,19 +9,21 @@ latency table says. Drafter, trees, walk and controller are the real ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from spot_batch.bench.loading import Models
+from spot_batch.bench.prompts import make_requests
 from spot_batch.decoding import Engine, EngineSettings, LatencyTable
 from spot_batch.decoding.latency import BUCKETS
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import NoiseKey, Request
+from spot_batch.records import NoiseKey, Request, SamplingParams
 from spot_batch.targets.slots import Hidden, Kept, PrefixCache, SlotBatch, Target
 
 _KEYS = (128, 1024, 4096)
@@ -98,12 +100,68 @@ class SimulatedRow:
     """`ratio`: samples a second against draft-free decoding; `best_fixed` is the fixed budget that
     does best, `of_best` what `auto` keeps of it."""
 
+    table: str
+    costs: str
+    seed: int
     sequences: int
     auto: float
     best_fixed: int
     best_ratio: float
     of_best: float
     fixed: Mapping[int, float]
+
+    @property
+    def cell(self) -> SimulatedCell:
+        return SimulatedCell(self.table, self.costs, self.seed, self.sequences)
+
+    @classmethod
+    def read(cls, *, fixed: Mapping[str, float], **rest: Any) -> SimulatedRow:
+        """From what JSON makes of it."""
+        return cls(fixed={int(budget): ratio for budget, ratio in fixed.items()}, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCell:
+    """A number in flight under the clock of a table, by its name and the digest of its costs."""
+
+    table: str
+    costs: str
+    seed: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedBenchmark:
+    """What all cells share; `tables` by name."""
+
+    models: Models
+    questions: Sequence[str]
+    params: SamplingParams
+    tables: Mapping[str, LatencyTable]
+    budgets: Sequence[int]
+    num_rounds: int
+
+    def open(self) -> Callable[[Sequence[SimulatedCell]], Iterator[SimulatedRow]]:
+        """Runs cells of one seed on one recording."""
+        target, drafter, info = self.models.target(), self.models.some_drafter(), self.models.info
+
+        def simulated(cells: Sequence[SimulatedCell]) -> Iterator[SimulatedRow]:
+            questions, seed = list(self.questions), cells[0].seed
+            requests = make_requests(info, questions, self.params, seed=seed)
+            recording = Recording(target)
+            recording.record(requests)
+            for cell in cells:
+                yield simulate(
+                    recording,
+                    drafter,
+                    self.tables[cell.table],
+                    requests,
+                    cell=cell,
+                    budgets=self.budgets,
+                    num_rounds=self.num_rounds,
+                )
+
+        return simulated
 
 
 class _Tokens:
@@ -210,21 +268,21 @@ def simulate(
     latency: LatencyTable,
     requests: Sequence[Request],
     *,
-    sequences: int,
+    cell: SimulatedCell,
     budgets: Sequence[int],
     num_rounds: int,
 ) -> SimulatedRow:
     """Steps a second of `auto` and of fixed budgets, against draft-free decoding."""
 
     def speed(budget: int | Literal["auto"]) -> float:
-        return _speed(recording, drafter, latency, requests, sequences, budget, num_rounds)
+        return _speed(recording, drafter, latency, requests, cell.sequences, budget, num_rounds)
 
     draft_free = speed(0)
     fixed = {0: 1.0, **{budget: speed(budget) / draft_free for budget in budgets if budget}}
     auto = speed("auto") / draft_free
     best = max(fixed, key=lambda budget: fixed[budget])
     return SimulatedRow(
-        sequences=sequences,
+        **asdict(cell),
         auto=auto,
         best_fixed=best,
         best_ratio=fixed[best],

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
+
+from spot_batch.inputs.lines import json_lines
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 
@@ -61,7 +62,9 @@ TASKS = {
     )
 }
 
-_MBPP_TRAIN = 601  # task ids from here on are MBPP's training split, those below 11 its examples
+# Task ids below the first are MBPP's examples, those from the other on its training split.
+_MBPP_FIRST, _MBPP_TRAIN = 11, 601
+_HUB_S = 10.0  # seconds that the hub may take to answer
 _RENAMED = {"problem": "question"}  # a column's name in some copies -> ours
 
 
@@ -75,7 +78,7 @@ class TaskRow:
 
 def find_tasks(names: str) -> list[Task]:
     """Tasks by comma. Raises ValueError naming the known ones."""
-    wanted = [name.strip() for name in names.split(",")]
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
     unknown = [name for name in wanted if name not in TASKS]
     if unknown:
         raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(TASKS)}")
@@ -94,15 +97,26 @@ def load_task(task: Task, *, data: Path | None, limit: int) -> list[TaskRow]:
         if len(found) == limit:
             break
         fields = {_RENAMED.get(name, name): value for name, value in fields.items()}
-        if task.name == "mbpp" and not 11 <= int(fields.get("task_id", 11)) < _MBPP_TRAIN:
+        if task.name == "mbpp" and not _is_tested(fields, where):
             continue
-        missing = [name for name in task.columns if name not in fields]
+        missing = [name for name in task.columns if fields.get(name) is None]
         if missing:
             raise ValueError(f"{where}: {task.name} wants a column {missing[0]!r}")
         found.append(TaskRow(render(task, fields, where=where), fields))
     if not found:
         raise ValueError(f"{task.name} holds no rows")
     return found
+
+
+def _is_tested(fields: Mapping[str, Any], where: str) -> bool:
+    """Whether a row of MBPP is one to measure on. Raises ValueError naming the row where it does
+    not say, or has no list of tests."""
+    number, tests = fields.get("task_id", _MBPP_FIRST), fields.get("test_list")
+    if type(number) is not int:
+        raise ValueError(f"{where}: task_id must be a whole number, got {number!r}")
+    if tests is not None and not isinstance(tests, list):
+        raise ValueError(f"{where}: test_list must be a list, got {type(tests).__name__}")
+    return _MBPP_FIRST <= number < _MBPP_TRAIN
 
 
 def render(task: Task, fields: dict[str, Any], *, where: str) -> str:
@@ -117,38 +131,42 @@ def render(task: Task, fields: dict[str, Any], *, where: str) -> str:
 def _rows(task: Task, data: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it is, its fields) of each row."""
     if task.name == "synthetic":
-        yield from _lines(_ASSETS / "prompts.jsonl")
+        yield from json_lines(_ASSETS / "prompts.jsonl")
         return
     if data is not None:
         file = next((data / name for name in task.files if (data / name).is_file()), None)
         if file is None:
             raise ValueError(f"{data}: no {' or '.join(task.files)} for the task {task.name}")
-        yield from _lines(file)
+        yield from json_lines(file)
         return
+    assert task.hub is not None
+    yield from _hub_rows(task, *task.hub)
+
+
+def _hub_rows(
+    task: Task, path: str, name: str | None, split: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a hub dataset. Asked once whether it is there: `datasets` tries for half a minute."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-    assert task.hub is not None
-    path, name, split = task.hub
+    instead = f"or give --data FOLDER with {task.files[0]}"
+    if not constants.is_offline_mode():
+        try:
+            HfApi().dataset_info(path, timeout=_HUB_S)
+        except (OSError, HTTPError) as error:
+            raise ValueError(
+                f"{task.name}: {path} cannot be had from {constants.ENDPOINT} "
+                f"({' '.join(str(error).split())[:200]}); with HF_HUB_OFFLINE=1 the cache is "
+                f"looked up, {instead}"
+            ) from error
     try:
         rows = load_dataset(path, name, split=split)
     except (OSError, DatasetNotFoundError, ValueError) as error:
         raise ValueError(
-            f"{task.name}: {path} cannot be had ({error}); or give --data FOLDER with "
-            f"{task.files[0]}"
+            f"{task.name}: {path} cannot be had ({' '.join(str(error).split())[:200]}); {instead}"
         ) from error
     for index, fields in enumerate(rows):
         yield f"{path}, row {index}", dict(fields)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            try:
-                fields = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: not JSON ({error})") from error
-            if not isinstance(fields, dict):
-                raise ValueError(f"{where}: want an object, got {type(fields).__name__}")
-            yield where, fields

@@ -14,24 +14,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from spot_batch.bench.loading import Models
 from spot_batch.bench.plain import PlainLoop
-from spot_batch.decoding import Engine, EngineSettings, LatencyTable
+from spot_batch.bench.prompts import make_requests
+from spot_batch.decoding import Engine, EngineSettings, LatencyTable, measure_latency
 from spot_batch.decoding.latency import device_clock
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import NoiseKey, Request
+from spot_batch.records import NoiseKey, Request, SamplingParams
 from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch, Target
 
 BASELINE = "none, fast"
 CANONICAL = "none, canonical"
+PLAIN = "plain loop"
+
+_LATENCY_S = 12.0  # that measuring a latency table may take
 
 # Of a mean over so many passes less one: 97.5 % points of Student's t.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
@@ -43,33 +48,81 @@ class ThroughputRow:
 
     `ratio_to_draft_free`: rows a second against the fastest draft-free build; `low` and `high` are
     the ends of its 95 % interval over passes. `ratio_to_canonical`: against draft-free decoding
-    under the same numerics. `host_share`: of the round, neither forward nor head nor drafter.
+    under the same numerics. `host_share`: of the round, neither forward nor head nor drafter; not
+    known of the plain loop.
     """
 
     sequences: int
+    seed: int
     budget: str
     tokens_per_s: float
     ratio_to_draft_free: float
     low: float
     high: float
     ratio_to_canonical: float
-    host_share: float
+    host_share: float | None
     drafted_per_forward: float
     steps_per_forward: float
     num_passes: int
 
+    @property
+    def cell(self) -> ThroughputCell:
+        return ThroughputCell(self.sequences, self.seed, self.budget)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlainRow:
-    """The plain loop over batches of so many prompts: tokens a second, and the ratio to the fastest
-    draft-free build with the ends of its 95 % interval over passes."""
+
+@dataclass(frozen=True, slots=True)
+class ThroughputCell:
+    """One way to decode, by the budget's name."""
 
     sequences: int
-    tokens_per_s: float
-    ratio_to_draft_free: float
-    low: float
-    high: float
+    seed: int
+    budget: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputBenchmark:
+    """What all cells share. All budgets of a number in flight and a seed take turns, so they are
+    measured together, whichever of them are asked for."""
+
+    models: Models
+    questions: Sequence[str]
+    params: SamplingParams
+    budgets: Sequence[int | Literal["auto"]]
+    latency: LatencyTable | None
+    max_slots: int
     num_passes: int
+    num_plain_passes: int
+    turn_s: float
+
+    def open(self) -> Callable[[Sequence[ThroughputCell]], Iterator[ThroughputRow]]:
+        drafter = self.models.some_drafter()
+        target, fast = self.models.target(), self.models.target(canonical=False)
+        latency = self.latency or measure_latency(
+            target, drafter, max_slots=self.max_slots, at_most_s=_LATENCY_S
+        )
+        plain = None
+        if self.num_plain_passes:
+            plain = PlainLoop(self.models.info, dtype=target.dtype, device=target.device)
+
+        def measured(cells: Sequence[ThroughputCell]) -> Iterator[ThroughputRow]:
+            first, questions = cells[0], list(self.questions)
+            requests = make_requests(self.models.info, questions, self.params, seed=first.seed)
+            for row in measure_throughput(
+                target,
+                fast,
+                drafter,
+                latency,
+                requests,
+                sequences=first.sequences,
+                budgets=self.budgets,
+                num_passes=self.num_passes,
+                turn_s=self.turn_s,
+                plain=plain,
+                num_plain_passes=self.num_plain_passes,
+            ):
+                yield replace(row, seed=first.seed)
+
+        return measured
 
 
 class _Timed:
@@ -192,7 +245,7 @@ def measure_throughput(
     turn_s: float = 1.0,
     plain: PlainLoop | None = None,
     num_plain_passes: int = 2,
-) -> tuple[list[ThroughputRow], PlainRow | None]:
+) -> list[ThroughputRow]:
     """A row for the baseline, one for canonical draft-free decoding, one for each budget; and one
     for the plain loop, which takes its turns in the first `num_plain_passes` passes."""
     clock = device_clock(canonical.device)
@@ -225,7 +278,9 @@ def measure_throughput(
         if beside is not None and number < num_plain_passes:
             beside.turn(sequences)
     rows = [_row(each, contenders[0], contenders[1], sequences) for each in contenders]
-    return rows, None if beside is None else _plain_row(beside, contenders[0], sequences)
+    if beside is not None:
+        rows.append(_plain_row(beside, contenders[0], contenders[1], sequences))
+    return rows
 
 
 def _row(
@@ -236,6 +291,7 @@ def _row(
     device_s = one.target.seconds + (one.drafter.seconds if one.drafter is not None else 0.0)
     return ThroughputRow(
         sequences=sequences,
+        seed=0,
         budget=one.name,
         tokens_per_s=statistics.fmean(one.speeds) * per_step,
         ratio_to_draft_free=ratio,
@@ -256,16 +312,26 @@ def _tokens_per_step(*contenders: _Contender) -> float:
     return finished[0].num_tokens / finished[0].num_finished_steps
 
 
-def _plain_row(plain: _Plain, baseline: _Contender, sequences: int) -> PlainRow:
-    per_step = _tokens_per_step(baseline)
-    theirs = [speed * per_step for speed in baseline.speeds[: len(plain.speeds)]]
-    ratio, low, high = mean_ratio(plain.speeds, theirs)
-    return PlainRow(
+def _plain_row(
+    plain: _Plain, baseline: _Contender, canonical: _Contender, sequences: int
+) -> ThroughputRow:
+    def ratio_to(other: _Contender) -> tuple[float, float, float]:
+        per_step = _tokens_per_step(other, baseline)
+        return mean_ratio(plain.speeds, [x * per_step for x in other.speeds[: len(plain.speeds)]])
+
+    ratio, low, high = ratio_to(baseline)
+    return ThroughputRow(
         sequences=sequences,
+        seed=0,
+        budget=PLAIN,
         tokens_per_s=statistics.fmean(plain.speeds),
         ratio_to_draft_free=ratio,
         low=low,
         high=high,
+        ratio_to_canonical=ratio_to(canonical)[0],
+        host_share=None,
+        drafted_per_forward=0.0,
+        steps_per_forward=1.0,
         num_passes=len(plain.speeds),
     )
 

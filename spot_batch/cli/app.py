@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import os
 import sys
 import warnings
@@ -340,12 +341,30 @@ def compose(
     return loaded, loaded.directory
 
 
-def numbers(text: str, kind: type[Number], name: str) -> list[Number]:
-    """A comma-separated option. Raises ValueError naming it."""
+def numbers(
+    text: str,
+    kind: type[Number],
+    name: str,
+    *,
+    least: Number | None = None,
+    most: Number | None = None,
+    may_be_empty: bool = False,
+) -> list[Number]:
+    """A comma-separated option, each number once. Raises ValueError naming it."""
     try:
-        return [kind(part) for part in text.split(",") if part.strip()]
+        found = list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:
         raise ValueError(f"--{name} wants {kind.__name__}s by comma, got {text!r}") from None
+    if not found and not may_be_empty:
+        raise ValueError(f"--{name} wants at least one number, got {text!r}")
+    for each in found:
+        low, high = least is not None and each < least, most is not None and each > most
+        if low or high or not math.isfinite(each):
+            what = "whole numbers" if kind is int else "numbers"
+            reach = "" if least is None else f" from {least}"
+            reach += "" if most is None else f" to {most}"
+            raise ValueError(f"--{name} wants {what}{reach}, got {each}")
+    return found
 
 
 def _overrides(

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from spot_batch.cli.app import app, numbers, speaking_plainly
+from spot_batch.cli.measuring import (
+    Address,
+    DrafterOption,
+    Dtype,
+    Inputs,
+    JsonFile,
+    Length,
+    Limit,
+    Model,
+    Out,
+    Seeds,
+    Sequences,
+    Temperatures,
+    Threads,
+    check_writable,
+    seeds_of,
+    spread_to,
+    temperatures_of,
+    write_rows,
+)
 
 if TYPE_CHECKING:
-    from spot_batch.bench.exact import ExactRow
+    from spot_batch.bench.exact import Drafting
+    from spot_batch.bench.loading import Models
     from spot_batch.decoding import LatencyTable
-    from spot_batch.drafters.base import Drafter
-    from spot_batch.targets.block import BlockTarget
+    from spot_batch.records import SamplingParams
+    from spot_batch.targets.registry import ModelInfo
+
+Unmask = Annotated[str, typer.Option(help="single or threshold.")]
 
 bench = typer.Typer(help="Measurements that anyone can run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -25,81 +48,67 @@ app.add_typer(bench, name="bench")
 @bench.command("exact")
 @speaking_plainly
 def exact(
-    inputs: Annotated[
-        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
-    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 20,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
-    budgets: Annotated[str, typer.Option(help="Comma-separated.")] = "8,20",
+    inputs: Inputs = None,
+    model: Model = "bundled",
+    drafter: DrafterOption = "auto",
+    limit: Limit = 20,
+    temperatures: Temperatures = "0,1",
+    seeds: Seeds = "0",
+    budgets: Annotated[str, typer.Option(help="Drafted slots, by comma.")] = "8,20",
     gammas: Annotated[str, typer.Option(help="Mass floors, each at the last budget.")] = "0.1",
-    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,7,32",
+    sequences: Sequences = "1,7,32",
     numerics: Annotated[str, typer.Option(help="canonical, fast, or both.")] = "canonical,fast",
     crossing: Annotated[str, typer.Option(help="on, off, or both.")] = "on",
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 64,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    max_new_tokens: Length = 64,
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    out: Out = None,
+    address: Address = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Compare drafted outputs with draft-free ones token for token, and count forwards saved."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import torch
-
-    from spot_batch.bench.exact import Drafting, compare_exact
+    from spot_batch.bench.cells import Kept, digest_of, run_cells
+    from spot_batch.bench.exact import ExactBenchmark, ExactCell, ExactRow
+    from spot_batch.bench.loading import find_models
     from spot_batch.bench.prompts import read_questions
-    from spot_batch.drafters.registry import choose_drafter, load_drafter
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import resolve_model
 
-    floors = numbers(budgets, int, "budgets")
-    crossings = {"on": [True], "off": [False], "both": [True, False]}
-    if crossing not in crossings:
-        raise ValueError(f"--crossing must be on, off or both, got {crossing!r}")
-    kinds = numerics.split(",")
+    kinds = list(dict.fromkeys(numerics.split(",")))
     if not set(kinds) <= {"canonical", "fast"}:
         raise ValueError(f"--numerics must be canonical, fast, or both by comma, got {numerics!r}")
-    draftings = [
-        Drafting(budget=budget, gamma=gamma, crossing=over)
-        for budget, gamma in [
-            *((budget, 0.0) for budget in floors),
-            *((floors[-1], gamma) for gamma in numbers(gammas, float, "gammas")),
-        ]
-        for over in crossings[crossing]
-    ]
-    torch.set_num_threads(threads)
-    info = resolve_model(model)
-    choice = choose_drafter(drafter, info)
-    proposer = load_drafter(choice, block_length=info.block_length)
-    if proposer is None:
-        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
-    questions = read_questions(inputs, limit=limit)
-    typer.echo(f"{info.name}, drafter {choice.name} ({choice.why}), {len(questions)} prompts")
-    rows: list[ExactRow] = []
-    for kind in kinds:
-        target = load_target(info, dtype=dtype, canonical=kind == "canonical")
-        for row in compare_exact(
-            target,
-            proposer,
-            info,
-            questions,
-            temperatures=numbers(temperatures, float, "temperatures"),
-            draftings=draftings,
-            sequences=numbers(sequences, int, "sequences"),
-            max_new_tokens=max_new_tokens,
-        ):
-            rows.append(row)
-            if json_file is not None:  # after each row: a long run that is cut short leaves some
-                facts = {"threads": threads, "dtype": dtype, "max_new_tokens": max_new_tokens}
-                cells = [asdict(one) for one in rows]
-                document = {"model": info.identity(), "drafter": choice.name, **facts}
-                json_file.write_text(json.dumps({**document, "rows": cells}, indent=2) + "\n")
-            typer.echo(
-                f"{row.numerics:9} T {row.temperature:g}  {row.drafting:18} in flight "
-                f"{row.sequences:2}: {row.num_differ} of {row.num_compared} differ, "
-                f"{row.nfe_ratio:.2f}x fewer forwards ({row.nfe:.1f} against "
-                f"{row.draft_free_nfe:.1f})"
+    draftings = _draftings(budgets, gammas, crossing)
+    flights = numbers(sequences, int, "sequences", least=1)
+    groups = [
+        [
+            ExactCell(
+                numerics=kind, temperature=heat, seed=seed, sequences=number, drafting=drafting
             )
+            for number, drafting in product(flights, draftings)
+        ]
+        for kind, heat, seed in product(kinds, temperatures_of(temperatures), seeds_of(seeds))
+    ]
+    check_writable(json_file, "--json")
+    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models.some_drafter()
+    questions = read_questions(inputs, limit=limit)
+    _say(models, f"{len(questions)} prompts")
+    facts = {
+        "command": "bench exact",
+        **models.facts(),
+        "prompts": digest_of(questions),
+        "max_new_tokens": max_new_tokens,
+    }
+    kept = Kept(out, ExactRow, facts)
+    benchmark = ExactBenchmark(
+        models=models, questions=questions, draftings=draftings, max_new_tokens=max_new_tokens
+    )
+    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+        typer.echo(
+            f"{row.cell}: {row.num_differ} of {row.num_compared} differ, {row.nfe_ratio:.2f}x "
+            f"fewer forwards ({row.nfe:.1f} against {row.draft_free_nfe:.1f})"
+        )
+    rows = [kept.rows[cell] for group in groups for cell in group]
+    write_rows(json_file, facts, rows)
     canonical = [row for row in rows if row.numerics == "canonical"]
     num_differ = sum(row.num_differ for row in canonical)
     if canonical:
@@ -108,27 +117,51 @@ def exact(
     return 1 if num_differ else 0
 
 
+def _draftings(budgets: str, gammas: str, crossing: str) -> dict[str, Drafting]:
+    """Ways to draft, by name, each once. Raises ValueError naming an option."""
+    from spot_batch.bench.exact import Drafting
+
+    sizes = numbers(budgets, int, "budgets", least=1)
+    floors = numbers(gammas, float, "gammas", least=0.0, most=1.0, may_be_empty=True)
+    crossings = {"on": [True], "off": [False], "both": [True, False]}
+    if crossing not in crossings:
+        raise ValueError(f"--crossing must be on, off or both, got {crossing!r}")
+    pairs = [*((size, 0.0) for size in sizes), *((sizes[-1], floor) for floor in floors)]
+    found = [
+        Drafting(budget=budget, gamma=gamma, crossing=over)
+        for budget, gamma in pairs
+        for over in crossings[crossing]
+    ]
+    return {each.name: each for each in found}
+
+
 @bench.command("latency")
 @speaking_plainly
 def latency(
-    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    model: Model = "bundled",
     drafter: Annotated[str, typer.Option(help="auto, ranking, none, or a path.")] = "auto",
     numerics: Annotated[str, typer.Option(help="canonical or fast.")] = "canonical",
     max_slots: Annotated[int, typer.Option(help="The largest forward.")] = 64,
     seconds: Annotated[float, typer.Option(help="Time to measure in.")] = 20.0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> int:
     """Measure what forwards, drafts and visited states cost on this device."""
+    if numerics not in ("canonical", "fast"):
+        raise ValueError(f"--numerics must be canonical or fast, got {numerics!r}")
     if max_slots < 1:
         raise ValueError(f"--max-slots must be at least 1, got {max_slots}")
     if not seconds > 0.0:
         raise ValueError(f"--seconds must be above 0, got {seconds}")
-    target, proposer = _loaded(model, drafter, numerics, dtype, threads)
+    check_writable(json_file, "--json")
+    from spot_batch.bench.loading import find_models
     from spot_batch.decoding import measure_latency
 
-    table = measure_latency(target, proposer, max_slots=max_slots, at_most_s=seconds)
+    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    target = models.target(canonical=numerics == "canonical")
+    _say(models)
+    table = measure_latency(target, models.drafter(), max_slots=max_slots, at_most_s=seconds)
     _show_latency(table)
     if json_file is not None:
         json_file.write_text(table.to_json(), encoding="utf-8")
@@ -138,193 +171,191 @@ def latency(
 @bench.command("throughput")
 @speaking_plainly
 def throughput(
-    inputs: Annotated[
-        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
-    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,2,4,8,16,64",
+    inputs: Inputs = None,
+    model: Model = "bundled",
+    drafter: DrafterOption = "auto",
+    sequences: Sequences = "1,2,4,8,16,64",
     budgets: Annotated[str, typer.Option(help="Drafted slots a sample, or auto.")] = "0,2,8,auto",
-    unmasking: Annotated[str, typer.Option(help="single or threshold.")] = "single",
+    unmasking: Unmask = "single",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
+    seeds: Seeds = "0",
+    max_new_tokens: Length = 128,
     passes: Annotated[int, typer.Option(help="Turns of each.")] = 10,
     plain_passes: Annotated[
         int, typer.Option(help="Batches of the plain loop over transformers; 0: none.")
     ] = 2,
     turn_seconds: Annotated[float, typer.Option(help="Length of a turn, in seconds.")] = 1.0,
-    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 200,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    limit: Limit = 200,
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
     table: Annotated[Path | None, typer.Option(help="A latency table; else measured.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    out: Out = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Rows a second of each budget against the fastest draft-free build, turn by turn."""
-    wanted = [_budget(text) for text in budgets.split(",")]
-    if unmasking not in ("single", "threshold"):
-        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+    wanted = list(dict.fromkeys(_budget(text) for text in budgets.split(",")))
+    flights, numbered = numbers(sequences, int, "sequences", least=1), seeds_of(seeds)
+    _check_unmasking(unmasking)
     if passes < 2:
         raise ValueError(f"--passes must be at least 2, got {passes}")
     if not 0 <= plain_passes <= passes:
         raise ValueError(f"--plain-passes must be from 0 to --passes {passes}, got {plain_passes}")
-    flights = numbers(sequences, int, "sequences")
-    target, proposer = _loaded(model, drafter, "canonical", dtype, threads)
-    if proposer is None:
-        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    if not turn_seconds > 0.0:
+        raise ValueError(f"--turn-seconds must be above 0, got {turn_seconds}")
+    check_writable(json_file, "--json")
+    import torch
     import transformers
 
-    from spot_batch.bench.plain import FAMILY, PlainLoop
-    from spot_batch.bench.prompts import make_requests, read_questions
-    from spot_batch.bench.throughput import device_name, measure_throughput
-    from spot_batch.decoding import LatencyTable, measure_latency
-    from spot_batch.records import SamplingParams
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import resolve_model
-
-    info = resolve_model(model)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        unmasking=unmasking,  # type: ignore[arg-type]
-        stop_ids=info.stop_ids,
-        confidence=info.family.confidence,
+    from spot_batch.bench.cells import Kept, digest_of, digest_of_files, run_cells
+    from spot_batch.bench.loading import find_models
+    from spot_batch.bench.plain import FAMILY
+    from spot_batch.bench.prompts import read_questions
+    from spot_batch.bench.throughput import (
+        BASELINE,
+        CANONICAL,
+        PLAIN,
+        ThroughputBenchmark,
+        ThroughputCell,
+        ThroughputRow,
+        device_name,
     )
-    requests = make_requests(info, read_questions(inputs, limit=limit), params)
-    if table is None:
-        costs = measure_latency(target, proposer, max_slots=4 * max(flights), at_most_s=12.0)
-    else:
-        costs = LatencyTable.from_json(table.read_text(encoding="utf-8"), f"{table}")
-    fast = load_target(info, dtype=dtype, canonical=False)
-    loop = None
+
+    costs = _table(table) if table is not None else None
+    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models.some_drafter()
+    questions = read_questions(inputs, limit=limit)
+    _say(models, f"{len(questions)} prompts")
+    params = _params(models.info, temperature, max_new_tokens, unmasking)
+    has_plain = plain_passes > 0 and models.info.family.name == FAMILY
     transformers.utils.logging.disable_progress_bar()
-    if plain_passes and info.family.name == FAMILY:
-        loop = PlainLoop(info, dtype=target.dtype, device=target.device)
-    rows, of_plain = [], []
-    for number in flights:
-        measured, beside = measure_throughput(
-            target,
-            fast,
-            proposer,
-            costs,
-            requests,
-            sequences=number,
-            budgets=wanted,
-            num_passes=passes,
-            turn_s=turn_seconds,
-            plain=loop,
-            num_plain_passes=plain_passes,
+    facts = {
+        "command": "bench throughput",
+        **models.facts(),
+        "device": device_name(torch.device("cpu")),
+        "prompts": digest_of(questions),
+        "unmasking": unmasking,
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "passes": passes,
+        "plain_passes": plain_passes,
+        "turn_seconds": turn_seconds,
+        "latency": digest_of_files(table) if table is not None else "measured",
+        "budgets": [str(each) for each in wanted],
+    }
+    kept = Kept(out, ThroughputRow, facts)
+    benchmark = ThroughputBenchmark(
+        models=models,
+        questions=questions,
+        params=params,
+        budgets=wanted,
+        latency=costs,
+        max_slots=4 * max(flights),
+        num_passes=passes,
+        num_plain_passes=plain_passes if has_plain else 0,
+        turn_s=turn_seconds,
+    )
+    names = [BASELINE, CANONICAL, *map(str, wanted), *([PLAIN] if has_plain else [])]
+    groups = [
+        [ThroughputCell(number, seed, name) for name in names]
+        for number, seed in product(flights, numbered)
+    ]
+    for row in run_cells(benchmark, groups, kept):
+        typer.echo(
+            f"in flight {row.sequences:3}  {row.budget:15} {row.tokens_per_s:8.1f} tokens/s  "
+            f"{row.ratio_to_draft_free:.3f}x [{row.low:.3f}, {row.high:.3f}] of draft-free, "
+            f"{row.ratio_to_canonical:.3f}x under the same numerics, {_host(row.host_share)}"
+            f"{row.drafted_per_forward:.2f} drafted, {row.steps_per_forward:.2f} steps a forward"
         )
-        if beside is not None:
-            of_plain.append(asdict(beside))
-            typer.echo(
-                f"in flight {beside.sequences:3}  plain loop      {beside.tokens_per_s:8.1f} "
-                f"tokens/s  {beside.ratio_to_draft_free:.3f}x [{beside.low:.3f}, "
-                f"{beside.high:.3f}] of draft-free, {beside.num_passes} batches"
-            )
-        for row in measured:
-            rows.append(asdict(row))
-            typer.echo(
-                f"in flight {row.sequences:3}  {row.budget:15} {row.tokens_per_s:8.1f} tokens/s  "
-                f"{row.ratio_to_draft_free:.3f}x [{row.low:.3f}, {row.high:.3f}] of draft-free, "
-                f"{row.ratio_to_canonical:.3f}x under the same numerics, host "
-                f"{100 * row.host_share:.1f} %, {row.drafted_per_forward:.2f} drafted, "
-                f"{row.steps_per_forward:.2f} steps a forward"
-            )
-        if json_file is not None:  # after each number: a long run that is cut short leaves some
-            document = {
-                "model": info.identity(),
-                "drafter": proposer.name,
-                "device": device_name(target.device),
-                "dtype": str(target.dtype).removeprefix("torch."),
-                "threads": threads,
-                "unmasking": unmasking,
-                "temperature": temperature,
-                "max_new_tokens": max_new_tokens,
-                "latency": json.loads(costs.to_json()),
-                "rows": rows,
-                "plain": of_plain,
-            }
-            json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_rows(json_file, facts, [kept.rows[cell] for group in groups for cell in group])
     return 0
+
+
+def _host(share: float | None) -> str:
+    return "" if share is None else f"host {100 * share:.1f} %, "
 
 
 @bench.command("simulate")
 @speaking_plainly
 def simulate(
-    inputs: Annotated[
-        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    inputs: Inputs = None,
+    model: Model = "bundled",
+    drafter: DrafterOption = "auto",
     tables: Annotated[
         str, typer.Option(help="h200-1.7b, h200-8b, or files that `bench latency` wrote.")
     ] = "h200-1.7b,h200-8b",
-    sequences: Annotated[str, typer.Option(help="Samples in flight.")] = "1,8,32,128",
+    sequences: Sequences = "1,8,32,128",
     budgets: Annotated[str, typer.Option(help="Fixed budgets to compare.")] = "1,2,4,8,20",
-    unmasking: Annotated[str, typer.Option(help="single or threshold.")] = "single",
+    unmasking: Unmask = "single",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seeds: Seeds = "0",
     rounds: Annotated[int, typer.Option(help="Rounds of each, after the first eight.")] = 200,
-    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 32,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 96,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    limit: Limit = 32,
+    max_new_tokens: Length = 96,
+    threads: Threads = 1,
+    out: Out = None,
+    address: Address = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Decode under the clock of another device: is `auto` as good as the best fixed budget?"""
-    from spot_batch.bench.simulate import BODIES, Recording
-    from spot_batch.bench.simulate import simulate as run
-    from spot_batch.decoding import LatencyTable
-
-    if unmasking not in ("single", "threshold"):
-        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+    fixed = numbers(budgets, int, "budgets", least=0)
+    flights = numbers(sequences, int, "sequences", least=1)
+    numbered = seeds_of(seeds)
+    _check_unmasking(unmasking)
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
-    costs = {}
-    for name in tables.split(","):
-        if name in BODIES:
-            costs[name] = BODIES[name].table()
-            continue
-        try:
-            costs[name] = LatencyTable.from_json(Path(name).read_text(encoding="utf-8"), name)
-        except (OSError, UnicodeDecodeError) as error:
-            known = ", ".join(BODIES)
-            raise ValueError(f"--tables: {name} is none of {known} and no file") from error
-    fixed = numbers(budgets, int, "budgets")
-    flights = numbers(sequences, int, "sequences")
-    target, proposer = _loaded(model, drafter, "canonical", "auto", 1)
-    if proposer is None:
-        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
-    from spot_batch.bench.prompts import make_requests, read_questions
-    from spot_batch.records import SamplingParams
-    from spot_batch.targets.registry import resolve_model
-
-    info = resolve_model(model)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        unmasking=unmasking,  # type: ignore[arg-type]
-        stop_ids=info.stop_ids,
-        confidence=info.family.confidence,
+    check_writable(json_file, "--json")
+    from spot_batch.bench.cells import Kept, digest_of, run_cells
+    from spot_batch.bench.loading import find_models
+    from spot_batch.bench.prompts import read_questions
+    from spot_batch.bench.simulate import (
+        BODIES,
+        SimulatedBenchmark,
+        SimulatedCell,
+        SimulatedRow,
     )
-    requests = make_requests(info, read_questions(inputs, limit=limit), params)
-    recording = Recording(target)
-    recording.record(requests)
-    rows = []
-    for name, table in costs.items():
-        for number in flights:
-            row = run(
-                recording,
-                proposer,
-                table,
-                requests,
-                sequences=number,
-                budgets=fixed,
-                num_rounds=rounds,
-            )
-            rows.append({"table": name, "unmasking": unmasking, **asdict(row)})
-            cells = "  ".join(f"D {one} {ratio:.2f}" for one, ratio in row.fixed.items())
-            typer.echo(
-                f"{name}  in flight {number:3}  auto {row.auto:.3f}x of draft-free, "
-                f"{row.of_best:.3f} of the best (D {row.best_fixed})  {cells}"
-            )
-            if json_file is not None:
-                json_file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+
+    costs = {
+        name: BODIES[name].table() if name in BODIES else _table(Path(name), known=BODIES)
+        for name in dict.fromkeys(tables.split(","))
+    }
+    models = find_models(model, drafter, threads=threads)
+    models.some_drafter()
+    questions = read_questions(inputs, limit=limit)
+    _say(models, f"{len(questions)} prompts")
+    facts = {
+        "command": "bench simulate",
+        **models.facts(),
+        "prompts": digest_of(questions),
+        "unmasking": unmasking,
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "rounds": rounds,
+        "budgets": fixed,
+    }
+    kept = Kept(out, SimulatedRow.read, facts)
+    benchmark = SimulatedBenchmark(
+        models=models,
+        questions=questions,
+        params=_params(models.info, temperature, max_new_tokens, unmasking),
+        tables=costs,
+        budgets=fixed,
+        num_rounds=rounds,
+    )
+    groups = [
+        [
+            SimulatedCell(name, digest_of([table.to_json()]), seed, number)
+            for name, table in costs.items()
+            for number in flights
+        ]
+        for seed in numbered
+    ]
+    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+        cells = "  ".join(f"D {one} {ratio:.2f}" for one, ratio in row.fixed.items())
+        typer.echo(
+            f"{row.table}  in flight {row.sequences:3}  auto {row.auto:.3f}x of draft-free, "
+            f"{row.of_best:.3f} of the best (D {row.best_fixed})  {cells}"
+        )
+    write_rows(json_file, facts, [kept.rows[cell] for group in groups for cell in group])
     return 0
 
 
@@ -336,24 +367,40 @@ def _budget(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _loaded(
-    model: str, drafter: str, numerics: str, dtype: str, threads: int
-) -> tuple[BlockTarget, Drafter | None]:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import torch
+def _table(path: Path, *, known: Iterable[str] = ()) -> LatencyTable:
+    """A file of `bench latency`. Raises ValueError naming it, and the `known` names."""
+    from spot_batch.decoding import LatencyTable
 
-    from spot_batch.drafters.registry import choose_drafter, load_drafter
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import resolve_model
+    try:
+        return LatencyTable.from_json(path.read_text(encoding="utf-8"), f"{path}")
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(known)
+        what = f" is none of {names} and no file" if names else ": cannot be read"
+        raise ValueError(f"{path}{what} ({error})") from error
 
-    if numerics not in ("canonical", "fast"):
-        raise ValueError(f"--numerics must be canonical or fast, got {numerics!r}")
-    torch.set_num_threads(threads)
-    info = resolve_model(model)
-    choice = choose_drafter(drafter, info)
-    target = load_target(info, dtype=dtype, canonical=numerics == "canonical")
-    typer.echo(f"{info.name}, drafter {choice.name} ({choice.why})")
-    return target, load_drafter(choice, block_length=info.block_length)
+
+def _params(
+    info: ModelInfo, temperature: float, max_new_tokens: int, unmasking: str
+) -> SamplingParams:
+    from spot_batch.records import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        unmasking="threshold" if unmasking == "threshold" else "single",
+        stop_ids=info.stop_ids,
+        confidence=info.family.confidence,
+    )
+
+
+def _check_unmasking(unmasking: str) -> None:
+    if unmasking not in ("single", "threshold"):
+        raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
+
+
+def _say(models: Models, *more: str) -> None:
+    choice = models.choice
+    typer.echo(", ".join([models.info.name, f"drafter {choice.name} ({choice.why})", *more]))
 
 
 def _show_latency(table: LatencyTable) -> None:
@@ -376,8 +423,8 @@ def _show_latency(table: LatencyTable) -> None:
 @speaking_plainly
 def store(
     folder: Annotated[Path, typer.Argument(help="An empty folder for the job; left there.")],
-    samples: Annotated[int, typer.Option(help="How many samples.")] = 1_000_000,
-    lease: Annotated[int, typer.Option(help="Samples to a segment.")] = 1_000,
+    samples: Annotated[int, typer.Option(min=2, help="How many samples.")] = 1_000_000,
+    lease: Annotated[int, typer.Option(min=1, help="Samples to a segment.")] = 1_000,
 ) -> int:
     """Measure leasing, publication, compaction and recovery with an engine that answers at once."""
     from spot_batch.bench.store import bench_store

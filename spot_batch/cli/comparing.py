@@ -1,11 +1,11 @@
-"""`bench nfe`, `bench prompts`, `calibrate spiffy`: every method under one decoder."""
+"""`bench nfe` and `calibrate spiffy`: every method under one decoder."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +15,23 @@ import typer
 from spot_batch.cli.app import Json, numbers, speaking_plainly
 from spot_batch.cli.bench import bench
 from spot_batch.cli.drafters import calibrate
+from spot_batch.cli.measuring import (
+    Address,
+    Data,
+    JsonFile,
+    Out,
+    Threads,
+    check_writable,
+    load_prompts,
+    seeds_of,
+    spread_to,
+    temperatures_of,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from spot_batch.bench.nfe import Cell, NfeRow
+    from spot_batch.drafters.spiffy import SpiffyGraph
 
 logger = logging.getLogger(__name__)
 
@@ -113,22 +127,25 @@ def nfe(
     calibration: Annotated[
         Path | None, typer.Option(help="JSON lines of training prompts; the synthetic corpus'.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="A folder with the tasks' JSON-lines files, not the hub.")
-    ] = None,
+    data: Data = None,
     spiffy_graphs: Annotated[
         Path | None, typer.Option("--spiffy", help="A file of `calibrate spiffy`.")
     ] = None,
     live: Annotated[
-        int, typer.Option(help="Run one cell in so many live too; 1 all, 0 none.")
+        int, typer.Option(min=0, help="Run one cell in so many live too; 1 all, 0 none.")
     ] = _LIVE,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep cells here; the same command goes on there.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    out: Out = None,
+    address: Address = None,
+    json_file: JsonFile = None,
+    threads: Threads = 1,
 ) -> int:
     """Forwards that each method needs, replayed on recorded draft-free decoding."""
+    from spot_batch.bench.cells import Kept, digest_of, digest_of_files, run_cells
+    from spot_batch.bench.grid import NfeBenchmark
+    from spot_batch.bench.loading import find_models
+    from spot_batch.bench.nfe import NfeRow
+    from spot_batch.drafters.spiffy import load_graphs
+
     grid = read_grid(
         spec,
         {
@@ -145,7 +162,54 @@ def nfe(
             "calibrate_on": calibrate_on,
         },
     )
-    rows = _run(grid, calibration, spiffy_graphs, data, live, out, json_file, threads)
+    check_writable(json_file, "--json")
+    groups = _groups(grid)
+    wanted = {cell.method for group in groups for cell in group}
+    prompts, digests = load_prompts(grid.tasks, data=data, limit=grid.limit)
+    learned_from = _calibration_prompts(calibration, grid.calibrate_on)
+    models = find_models(grid.model, grid.drafter, threads=threads)
+    if models.choice.path is None and {"spot", "spot-gamma"} & wanted:
+        raise ValueError(
+            f"{models.info.name} has no order drafter ({models.choice.why}); train one, or leave "
+            "out spot"
+        )
+    graphs = {}
+    if spiffy_graphs is not None:
+        graphs = load_graphs(spiffy_graphs, block_length=models.info.block_length)
+        _check_graphs(spiffy_graphs, graphs, groups)
+    facts = {
+        "command": "bench nfe",
+        **models.facts(),
+        "limit": grid.limit,
+        "max_new_tokens": grid.max_new_tokens,
+        "calibration": digest_of(learned_from),
+        "spiffy": digest_of_files(spiffy_graphs) if spiffy_graphs is not None else None,
+    }
+    kept = Kept(out, NfeRow, facts, prompts=digests)
+    benchmark = NfeBenchmark(
+        models=models,
+        prompts=prompts,
+        digests=digests,
+        learned_from=learned_from,
+        graphs=graphs,
+        max_new_tokens=grid.max_new_tokens,
+        live=live,
+    )
+    found = run_cells(
+        benchmark,
+        groups,
+        kept,
+        spread=spread_to(address, threads=threads),
+        is_done=benchmark.is_done,
+    )
+    for row in found:
+        typer.echo(
+            f"{row.cell.name}: {row.nfe_ratio:.2f}x "
+            f"({row.nfe:.1f} forwards against {row.draft_free_nfe:.1f})",
+            err=True,
+        )
+    rows = [kept.rows[cell] for group in groups for cell in group]
+    write_rows(json_file, facts, rows)
     _show(rows, grid)
     wrong = [row for row in rows if row.live_agrees is False or row.identical is False]
     for row in wrong:
@@ -155,158 +219,45 @@ def nfe(
     return 1 if wrong else 0
 
 
-def _run(
-    grid: Grid,
-    calibration: Path | None,
-    spiffy_graphs: Path | None,
-    data: Path | None,
-    live: int,
-    out: Path | None,
-    json_file: Path | None,
-    threads: int,
-) -> list[NfeRow]:
-    import torch
+def _groups(grid: Grid) -> list[list[Cell]]:
+    """The cells of a grid, those of one recording together. Raises ValueError naming an option."""
+    from spot_batch.bench.nfe import METHODS, Cell
+    from spot_batch.bench.tasks import find_tasks
 
-    from spot_batch.bench.nfe import (
-        METHODS,
-        Cell,
-        fitted,
-        make_drafter,
-        measure,
-        params_of,
-        record,
-    )
-    from spot_batch.bench.prompts import make_requests
-    from spot_batch.bench.tasks import find_tasks, load_task
-    from spot_batch.drafters.registry import choose_drafter, load_drafter
-    from spot_batch.drafters.spiffy import load_graphs
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import resolve_model
-
-    methods = [name.strip() for name in grid.methods.split(",")]
+    methods = list(dict.fromkeys(name.strip() for name in grid.methods.split(",")))
     for name in methods:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
-    found_tasks = find_tasks(grid.tasks)
-    budgets = numbers(grid.budgets, int, "budgets")
-    if not budgets or min(budgets) < 1:
-        raise ValueError(f"--budgets wants whole numbers from 1, got {grid.budgets!r}")
-    ends = _lengths(grid.lengths)
-    torch.set_num_threads(threads)
-    prompts = {
-        task.name: [row.prompt for row in load_task(task, data=data, limit=grid.limit)]
-        for task in found_tasks
-    }
-    learned_from = _calibration_prompts(calibration, grid.calibrate_on)
-    info = resolve_model(grid.model)
-    choice = choose_drafter(grid.drafter, info)
-    order = load_drafter(choice, block_length=info.block_length) if choice.path else None
-    if order is None and {"spot", "spot-gamma"} & set(methods):
-        raise ValueError(
-            f"{info.name} has no order drafter ({choice.why}); train one, or leave out spot"
-        )
-    facts = {
-        "model": info.identity(),
-        "drafter": choice.name,
-        "limit": grid.limit,
-        "max_new_tokens": grid.max_new_tokens,
-        "calibrate_on": grid.calibrate_on,
-        "calibration": str(calibration) if calibration is not None else None,
-        "spiffy": str(spiffy_graphs) if spiffy_graphs is not None else None,
-    }
-    given = {}
-    if spiffy_graphs is not None:
-        given = load_graphs(spiffy_graphs, block_length=info.block_length)
-    kept = Cells(out, facts)
-    target = load_target(info)
-    rows: list[NfeRow] = []
-    heats = numbers(grid.temperatures, float, "temperatures")
-    for heat, length in product(heats, ends):
-        params = params_of(
-            info,
-            temperature=heat,
-            length=length or grid.max_new_tokens,
-            fixed=length is not None,
-        )
-        fitted_to = None
-        for task, seed in product(prompts, numbers(grid.seeds, int, "seeds")):
-            cells = [
-                Cell(
-                    task=task,
-                    method=method,
-                    budget=budget,
-                    temperature=heat,
-                    seed=seed,
-                    length=length,
-                )
-                for method, budget in product(methods, budgets)
-            ]
-            missing = [cell for cell in cells if cell not in kept.rows]
-            if missing:
-                if fitted_to is None:
-                    fitted_to = fitted(target, info, learned_from, params, given)
-                samples = record(target, make_requests(info, prompts[task], params, seed=seed))
-                for cell in missing:
-                    proposer = make_drafter(cell, order=order, fitted_to=fitted_to, samples=samples)
-                    runs_live = live > 0 and cell.is_live(live)
-                    row = measure(cell, samples, proposer, live_on=target if runs_live else None)
-                    kept.add(row)
-                    typer.echo(
-                        f"{cell.name}: {row.nfe_ratio:.2f}x "
-                        f"({row.nfe:.1f} forwards against {row.draft_free_nfe:.1f})",
-                        err=True,
-                    )
-            rows += [kept.rows[cell] for cell in cells]
-            if json_file is not None:
-                document = {**facts, "rows": [asdict(row) for row in rows]}
-                json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return rows
+    tasks = [task.name for task in find_tasks(grid.tasks)]
+    budgets = numbers(grid.budgets, int, "budgets", least=1)
+    heats, seeds = temperatures_of(grid.temperatures), seeds_of(grid.seeds)
+    return [
+        [
+            Cell(
+                task=task, method=method, budget=budget, temperature=heat, seed=seed, length=length
+            )
+            for method, budget in product(methods, budgets)
+        ]
+        for heat, length, task, seed in product(heats, _lengths(grid.lengths), tasks, seeds)
+    ]
 
 
-class Cells:
-    """Measured cells, kept in a folder where one is given."""
-
-    def __init__(self, folder: Path | None, facts: Mapping[str, object]) -> None:
-        from spot_batch.bench.nfe import NfeRow
-
-        self.rows: dict[Cell, NfeRow] = {}
-        self._file = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "cells.jsonl"
-        named = json.loads(json.dumps(facts))
-        if not self._file.exists():
-            self._file.write_text(json.dumps(named) + "\n", encoding="utf-8")
-        lines = self._file.read_text(encoding="utf-8").split("\n")
-        try:
-            before = json.loads(lines[0])
-            # The last line may be torn: what wrote it was ended.
-            whole = [json.loads(line) for line in lines[1:-1]]
-            self.rows = {(row := NfeRow(**each)).cell: row for each in whole}
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self._file}: not cells of `bench nfe` ({error})") from error
-        for name, value in named.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{folder} holds cells of another run: {name} {before.get(name)!r}, "
-                    f"now {value!r}; give another --out"
-                )
-        if lines[-1]:
-            self._file.write_text("\n".join([*lines[:-1], ""]), encoding="utf-8")
-
-    def add(self, row: NfeRow) -> None:
-        """Keep a row, on disk first."""
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(asdict(row)) + "\n")
-        self.rows[row.cell] = row
+def _check_graphs(
+    path: Path, graphs: Mapping[tuple[float, int], SpiffyGraph], groups: Sequence[Sequence[Cell]]
+) -> None:
+    """Raises ValueError where a file of graphs has none for a cell that wants one."""
+    for cell in (cell for group in groups for cell in group if cell.method == "spiffy"):
+        if (cell.temperature, cell.budget) not in graphs:
+            there = ", ".join(f"T {heat:g}, D {budget}" for heat, budget in sorted(graphs))
+            raise ValueError(
+                f"{path}: no graph for T {cell.temperature:g}, D {cell.budget}; there are {there}"
+            )
 
 
 def _lengths(text: str) -> list[int | None]:
     """`end` and numbers of tokens. Raises ValueError naming the option."""
     found: list[int | None] = []
-    for part in (each.strip() for each in text.split(",")):
+    for part in dict.fromkeys(each.strip() for each in text.split(",")):
         if part != "end" and not (part.isdecimal() and int(part)):
             raise ValueError(f"--lengths wants `end` and numbers of tokens, got {part!r}")
         found.append(None if part == "end" else int(part))
@@ -359,40 +310,6 @@ def _show(rows: Sequence[NfeRow], grid: Grid) -> None:
         typer.echo(f"{cell.name}: closes {share:.0%} of the gap from Spiffy to the position oracle")
 
 
-@bench.command("prompts")
-@speaking_plainly
-def prompts(
-    tasks: Annotated[str, typer.Option(help="By comma.")] = "synthetic",
-    model: Annotated[str, typer.Option(help="Whose chat template.")] = "bundled",
-    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' files.")] = None,
-    limit: Annotated[int, typer.Option(help="Rows a task.")] = 1,
-    template: Annotated[bool, typer.Option(help="The Jinja template alone.")] = False,
-    as_json: Json = False,
-) -> None:
-    """The exact prompt of each task, as the model is given it."""
-    from spot_batch.bench.prompts import rendered
-    from spot_batch.bench.tasks import find_tasks, load_task
-    from spot_batch.targets.registry import load_tokenizer, resolve_model
-
-    found: list[dict[str, object]] = []
-    info = None if template else resolve_model(model)
-    for task in find_tasks(tasks):
-        if info is None:
-            found.append({"task": task.name, "template": task.template})
-            continue
-        tokenizer = load_tokenizer(info.path)
-        found += [
-            {"task": task.name, "prompt": rendered(info, tokenizer, row.prompt)}
-            for row in load_task(task, data=data, limit=limit)
-        ]
-    if as_json:
-        print(json.dumps(found))
-        return
-    for each in found:
-        typer.echo(f"--- {each['task']}")
-        typer.echo(each.get("template", each.get("prompt")))
-
-
 @calibrate.command("spiffy")
 @speaking_plainly
 def spiffy(
@@ -406,21 +323,17 @@ def spiffy(
 
     from spot_batch.drafters.spiffy import save_graphs
     from spot_batch.training.drafter import made_from
-    from spot_batch.training.graphs import fit_graph
+    from spot_batch.training.graphs import count_formulas, fit_graph
     from spot_batch.training.trajectories import load_trajectories
 
-    sizes = numbers(budgets, int, "budgets")
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"--budgets wants whole numbers from 1, got {budgets!r}")
+    sizes = numbers(budgets, int, "budgets", least=1)
+    check_writable(output, "--output", makes_folders=True)
     recorded = load_trajectories(jobs)
-    graphs = [
-        fit_graph(
-            recorded.take(torch.nonzero((recorded.temperature - heat).abs() < 1e-4).squeeze(1)),
-            budget=budget,
-        )
-        for heat in recorded.temperatures
-        for budget in sizes
-    ]
+    graphs = []
+    for heat in recorded.temperatures:
+        of_heat = torch.nonzero((recorded.temperature - heat).abs() < 1e-4).squeeze(1)
+        counted = count_formulas(recorded.take(of_heat))
+        graphs += [fit_graph(counted, budget=budget) for budget in sizes]
     save_graphs(output, graphs, made_from(recorded))
     chosen = [
         {
@@ -440,146 +353,3 @@ def spiffy(
     for each in chosen:
         typer.echo(", ".join(f"{name} {value}" for name, value in each.items()))
     typer.echo(f"{output} written")
-
-
-@bench.command("commit-order")
-@speaking_plainly
-def commit_order(
-    model: Annotated[str, typer.Option(help="Hub id, folder, or a packaged one.")] = "bundled",
-    task: Annotated[str, typer.Option(help="Whose prompts.")] = "synthetic",
-    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' files.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts.")] = 20,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
-    budgets: Annotated[str, typer.Option(help="Of the oracles, by comma.")] = "8,20",
-    plot: Annotated[Path | None, typer.Option(help="Write the figures as a PNG.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-) -> None:
-    """How long stale distributions hold, and what knowing order or tokens is worth."""
-    import torch
-
-    from spot_batch.bench.nfe import params_of, record
-    from spot_batch.bench.order import order_by_block, plot_order, worth_of_knowing
-    from spot_batch.bench.prompts import make_requests
-    from spot_batch.bench.tasks import find_tasks, load_task
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import resolve_model
-
-    found_tasks = find_tasks(task)
-    if len(found_tasks) != 1:
-        raise ValueError(f"--task wants one task, got {task!r}")
-    sizes = numbers(budgets, int, "budgets")
-    torch.set_num_threads(threads)
-    questions = [row.prompt for row in load_task(found_tasks[0], data=data, limit=limit)]
-    info = resolve_model(model)
-    params = params_of(info, temperature=temperature, length=max_new_tokens, fixed=False)
-    samples = record(load_target(info), make_requests(info, questions, params))
-    rows, oracles = order_by_block(samples, info), worth_of_knowing(samples, info, sizes)
-    typer.echo("| block | commits | stale argmax is committed | most confident position is next |")
-    typer.echo("|---|---|---|---|")
-    for row in rows:
-        typer.echo(
-            f"| {row.block} | {row.num_commits:,} | {row.stale_argmax:.3f} "
-            f"| {row.stale_position:.3f} |"
-        )
-    typer.echo("\n| known | " + " | ".join(f"D {budget}" for budget in sizes) + " |")
-    typer.echo("|---" * (len(sizes) + 1) + "|")
-    for kind in dict.fromkeys(each.knows for each in oracles):
-        of_kind = [f"{each.nfe_ratio:.2f}x" for each in oracles if each.knows == kind]
-        typer.echo(f"| {kind} | " + " | ".join(of_kind) + " |")
-    if plot is not None:
-        plot_order(rows, plot, title=f"{info.name}, {task}, T {temperature:g}")
-        typer.echo(f"{plot} written")
-    if json_file is not None:
-        document = {
-            "model": info.identity(),
-            "task": task,
-            "temperature": temperature,
-            "blocks": [asdict(row) for row in rows],
-            "oracles": [asdict(each) for each in oracles],
-        }
-        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-@bench.command("scores")
-@speaking_plainly
-def scores(
-    tasks: Annotated[
-        str, typer.Option(help="synthetic, gsm8k, mbpp, humaneval, math500.")
-    ] = "synthetic",
-    model: Annotated[str, typer.Option(help="Hub id, folder, or a packaged one.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
-    budget: Annotated[int, typer.Option(help="Drafted slots a sample.")] = 8,
-    temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
-    data: Annotated[Path | None, typer.Option(help="A folder with the tasks' files.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts a task.")] = 20,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Run the programs that the model wrote, in limits.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-) -> int:
-    """Right answers, drafted and draft-free: equal, since the texts are."""
-    import torch
-
-    from spot_batch.bench.exact import decode_all
-    from spot_batch.bench.grading import ScoreRow, find_grader, score_row
-    from spot_batch.bench.nfe import params_of
-    from spot_batch.bench.prompts import make_requests
-    from spot_batch.bench.tasks import find_tasks, load_task
-    from spot_batch.decoding import EngineSettings
-    from spot_batch.drafters.registry import choose_drafter, load_drafter
-    from spot_batch.targets.block import load_target
-    from spot_batch.targets.registry import load_tokenizer, resolve_model
-
-    if budget < 1:
-        raise ValueError(f"--budget must be at least 1, got {budget}")
-    torch.set_num_threads(threads)
-    found = [
-        (task, find_grader(task.name, run_code=run_code), load_task(task, data=data, limit=limit))
-        for task in find_tasks(tasks)
-    ]
-    info = resolve_model(model)
-    choice = choose_drafter(drafter, info)
-    proposer = load_drafter(choice, block_length=info.block_length)
-    if proposer is None:
-        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
-    target, tokenizer = load_target(info), load_tokenizer(info.path)
-    rows: list[ScoreRow] = []
-    for (task, grader, of_task), heat in product(
-        found, numbers(temperatures, float, "temperatures")
-    ):
-        params = params_of(info, temperature=heat, length=max_new_tokens, fixed=False)
-        requests = make_requests(info, [row.prompt for row in of_task], params)
-        texts: list[list[str]] = []
-        for settings in (EngineSettings(budget=0), EngineSettings(budget=budget)):
-            done = decode_all(target, proposer if settings.budget else None, requests, settings)
-            texts.append(
-                [
-                    str(tokenizer.decode(done[at].token_ids, skip_special_tokens=True))
-                    for at in range(len(requests))
-                ]
-            )
-        right = [
-            [grader(row.fields, text) for row, text in zip(of_task, each, strict=True)]
-            for each in texts
-        ]
-        row = score_row(
-            task.name,
-            heat,
-            f"{choice.name}, D {budget}",
-            texts=(texts[0], texts[1]),
-            right=(right[0], right[1]),
-        )
-        rows.append(row)
-        typer.echo(
-            f"{row.task}, T {row.temperature:g}, {row.method}: {row.score:.3f} right, draft-free "
-            f"{row.draft_free_score:.3f}; {row.num_differ} of {row.num_prompts} texts differ, "
-            f"p {row.p_value:.3g}"
-        )
-    if json_file is not None:
-        document = {"model": info.identity(), "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 1 if any(row.num_differ for row in rows) else 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spot_batch.cli.app import Json, Seed, app, speaking_plainly
+from spot_batch.cli.measuring import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,13 +168,14 @@ def import_drafter(
 
     from spot_batch.drafters.foreign import open_foreign
     from spot_batch.drafters.mapping import assemble, read_map
-    from spot_batch.drafters.order import bare_path, save_order
+    from spot_batch.drafters.order import bare_path, card_file, save_order
     from spot_batch.training.calibration import fit_calibration
     from spot_batch.training.drafter import made_from
     from spot_batch.training.figures import measure, tables
     from spot_batch.training.queries import DepthLaw
     from spot_batch.training.trajectories import load_trajectories
 
+    check_writable(card_file(bare_path(output)), "--output", makes_folders=True)
     plan = read_map(map_file)
     model = assemble(open_foreign(path, max_bytes=max_bytes), plan)
     states = load_trajectories(jobs)
@@ -228,7 +230,14 @@ def masses(
     """
     import torch
 
-    from spot_batch.drafters.order import bare_path, load_order, read_card, save_order, write_card
+    from spot_batch.drafters.order import (
+        bare_path,
+        card_file,
+        load_order,
+        read_card,
+        save_order,
+        write_card,
+    )
     from spot_batch.drafters.registry import find_drafter
     from spot_batch.training.calibration import (
         MAX_STATES,
@@ -240,6 +249,8 @@ def masses(
     from spot_batch.training.trajectories import load_trajectories
 
     path = find_drafter(drafter)
+    written = card_file(path if output is None else bare_path(output))
+    check_writable(written, "--drafter" if output is None else "--output", makes_folders=True)
     card = read_card(path)
     states = load_trajectories(jobs)
     loaded = load_order(path, block_length=states.block_length, device=torch.device("cpu"))

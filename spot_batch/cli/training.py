@@ -23,9 +23,9 @@ from spot_batch.cli.app import (
     Temperature,
     app,
     compose,
-    numbers,
     speaking_plainly,
 )
+from spot_batch.cli.measuring import check_writable, temperatures_of
 
 if TYPE_CHECKING:
     from spot_batch.training.samples import ExtraSource
@@ -94,7 +94,7 @@ def trajectories(
 @speaking_plainly
 def corpus(
     output: Annotated[Path, typer.Argument(help="The JSON-lines file to write.")],
-    count: Annotated[int, typer.Option(help="How many distinct questions.")] = 1000,
+    count: Annotated[int, typer.Option(min=1, help="How many distinct questions.")] = 1000,
     split: Annotated[Literal["train", "held-out"], typer.Option(help="Which side.")] = "train",
     seed: Annotated[int, typer.Option(help="Of the corpus.")] = 0,
     temperatures: Annotated[
@@ -104,7 +104,8 @@ def corpus(
     """Write questions of the bundled target's synthetic corpus, with their answers."""
     from spot_batch.training.corpus import write_prompts
 
-    mixed = numbers(temperatures, float, "temperatures") if temperatures else []
+    check_writable(output, "FILE")
+    mixed = temperatures_of(temperatures) if temperatures is not None else []
     write_prompts(output, count=count, seed=seed, split=split, temperatures=mixed)
     typer.echo(f"{count:,} questions written to {output}")
 
@@ -125,11 +126,11 @@ def target(
         typer.Option(help="FILE=SHARE of the samples: GSM8K's or MBPP's train rows; repeatable."),
     ] = None,
     stop_at: Annotated[int | None, typer.Option(help="End at this step, to be resumed.")] = None,
-    num_evaluated: Annotated[int, typer.Option(help="Held-out prompts at the end.")] = 240,
+    num_evaluated: Annotated[int, typer.Option(min=1, help="Held-out prompts at the end.")] = 240,
     gsm8k: Annotated[
         Path | None, typer.Option(help="Score the model on this GSM8K file, too.")
     ] = None,
-    gsm8k_limit: Annotated[int, typer.Option(help="Only its first questions.")] = 100,
+    gsm8k_limit: Annotated[int, typer.Option(min=1, help="Only its first questions.")] = 100,
 ) -> None:
     """Train a target from nothing, by default the bundled one; an interrupted run goes on.
 
@@ -139,10 +140,16 @@ def target(
     from spot_batch.training.corpus import held_out_problems
     from spot_batch.training.curve import plot_losses
     from spot_batch.training.export import evaluate_checkpoint, export_target, gsm8k_note
+    from spot_batch.training.gsm8k import gsm8k_figures, read_gsm8k
     from spot_batch.training.target import RECIPES, newest_checkpoint, train_target
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     extras = tuple(extra_source(text) for text in extra or ())
+    for folder in (run, export):
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder}: is no folder")
+    if gsm8k is not None:
+        read_gsm8k(gsm8k, limit=gsm8k_limit)  # before an hour is spent, not after
     settings = RECIPES[recipe](block_length, extras)
     train_target(settings, run, stop_at=stop_at)
     plot_losses(run, run / "losses.png")
@@ -157,8 +164,6 @@ def target(
     export_target(checkpoint, export, settings=settings, command=command, figures=figures)
     typer.echo(f"{export} written: {figures}")
     if gsm8k is not None:
-        from spot_batch.training.gsm8k import gsm8k_figures
-
         scores = gsm8k_figures(export, gsm8k, limit=gsm8k_limit)
         gsm8k_note(export, scores)
         typer.echo(f"{gsm8k}: {scores}")
@@ -193,7 +198,7 @@ def drafter(
     learning_rate: Annotated[float, typer.Option(help="At the peak.")] = 1e-3,
     held_out: Annotated[float, typer.Option(help="Share of the prompts kept for figures.")] = 0.1,
     seed: Seed = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all.")] = None,
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="Of the products; auto is bfloat16 where the device has it."),
@@ -207,7 +212,7 @@ def drafter(
     """
     import torch
 
-    from spot_batch.drafters.order import OrderConfig, bare_path, save_order
+    from spot_batch.drafters.order import OrderConfig, bare_path, card_file, save_order
     from spot_batch.training.drafter import (
         DrafterSettings,
         best_precision,
@@ -217,6 +222,8 @@ def drafter(
     from spot_batch.training.figures import tables
     from spot_batch.training.trajectories import load_trajectories
 
+    path = bare_path(output)
+    check_writable(card_file(path), "--output", makes_folders=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -237,7 +244,6 @@ def drafter(
         seed=seed or 0,
         precision=best_precision(device) if precision == "auto" else precision,
     )
-    path = bare_path(output)
     trained = train_drafter(states, settings, device=device)
     card = drafter_card(path.name, states, settings, trained)
     save_order(trained.model.cpu(), path, card, calibration=trained.calibration)

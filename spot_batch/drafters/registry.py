@@ -64,12 +64,20 @@ def choose_drafter(wanted: str, info: ModelInfo) -> DrafterChoice:
 
 
 def find_drafter(wanted: str) -> Path:
-    """The path, without suffix, of an order drafter by path or by its packaged name."""
+    """The path, without suffix, of an order drafter by path or by its packaged name.
+
+    Raises ValueError naming the packaged ones where it is neither.
+    """
     path = bare_path(Path(wanted).expanduser())
     packaged = {each.name: each for each in _packaged()}
-    if wanted in packaged and not card_file(path).exists():
-        return packaged[wanted]
-    return path
+    if card_file(path).exists() or weights_file(path).exists():
+        return path
+    if wanted not in packaged:
+        raise ValueError(
+            f"{wanted}: no drafter: there is no file {card_file(path)}, and the packaged ones are "
+            f"{', '.join(packaged)}"
+        )
+    return packaged[wanted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,14 @@ class SpiffyGraph:
 
         `stale`: of each position by its rank, the probabilities of its token ranks.
         """
+        part = self._part(num_masked)
+        return set(part.formulas) if self.widening == 1 else part.pruned(self.budget, stale)
+
+    def _part(self, num_masked: int) -> _Part:
+        """The graph where no more positions are left; found once."""
+        found = self._parts.get(num_masked)
+        if found is not None:
+            return found
         most = self.budget * self.widening
         graph: dict[Formula, None] = {}
         for formula in self.order:
@@ -104,40 +112,60 @@ class SpiffyGraph:
             reached = len(formula) == 1 or any(parent in graph for parent in parents(formula))
             if reached and formula[-1][0] < num_masked:
                 graph[formula] = None
-        if self.widening == 1:
-            return set(graph)
-        return _pruned(list(graph), self.budget, stale)
+        self._parts[num_masked] = _Part.of(list(graph))
+        return self._parts[num_masked]
+
+    @cached_property
+    def _parts(self) -> dict[int, _Part]:
+        return {}
 
 
-def _pruned(
-    graph: Sequence[Formula], budget: int, stale: Sequence[Sequence[float]]
-) -> set[Formula]:
-    """The best connected part of a graph: a formula's score is the geometric mean of its tokens'
-    stale probabilities, and of that and its best child's score."""
-    best_child: dict[Formula, float] = {}
-    score: dict[Formula, float] = {}
-    for formula in sorted(graph, key=len, reverse=True):
-        logs = [math.log(max(stale[at][rank], 1e-9)) for at, rank in formula]
-        local = math.exp(sum(logs) / len(logs))
-        best = best_child.get(formula)
-        score[formula] = local if best is None else math.sqrt(local * best)
-        for parent in parents(formula):
-            best_child[parent] = max(best_child.get(parent, 0.0), score[formula])
-    kept: set[Formula] = set()
-    queue: list[tuple[float, Formula]] = [(-score[one], one) for one in graph if len(one) == 1]
-    heapq.heapify(queue)
-    children: dict[Formula, list[Formula]] = defaultdict(list)
-    for formula in graph:
-        for parent in parents(formula):
-            children[parent].append(formula)
-    while queue and len(kept) < budget:
-        _, formula = heapq.heappop(queue)
-        if formula in kept:
-            continue
-        kept.add(formula)
-        for child in children[formula]:
-            heapq.heappush(queue, (-score[child], child))
-    return kept
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A graph ready to be pruned: its formulas, the longest first among `by_length`, and those of
+    `formulas` with one pair less and one more than each."""
+
+    formulas: list[Formula]
+    by_length: list[Formula]
+    parents: dict[Formula, list[Formula]]
+    children: dict[Formula, list[Formula]]
+
+    @classmethod
+    def of(cls, formulas: list[Formula]) -> _Part:
+        graph = set(formulas)
+        above = {one: [each for each in parents(one) if each in graph] for one in formulas}
+        children: dict[Formula, list[Formula]] = defaultdict(list)
+        for formula, found in above.items():
+            for parent in found:
+                children[parent].append(formula)
+        return cls(formulas, sorted(formulas, key=len, reverse=True), above, children)
+
+    def pruned(self, budget: int, stale: Sequence[Sequence[float]]) -> set[Formula]:
+        """The best connected part: a formula's score is the geometric mean of its tokens' stale
+        probabilities, and of that and its best child's score."""
+        logs = [[math.log(max(each, 1e-9)) for each in of_rank] for of_rank in stale]
+        best_child: dict[Formula, float] = {}
+        score: dict[Formula, float] = {}
+        for formula in self.by_length:
+            # By its logarithm, whose order is the same.
+            own = sum([logs[at][rank] for at, rank in formula]) / len(formula)
+            best = best_child.get(formula)
+            score[formula] = own = own if best is None else (own + best) / 2.0
+            for parent in self.parents[formula]:
+                if own > best_child.get(parent, -math.inf):
+                    best_child[parent] = own
+        kept: set[Formula] = set()
+        queue: list[tuple[float, Formula]]
+        queue = [(-score[one], one) for one in self.formulas if len(one) == 1]
+        heapq.heapify(queue)
+        while queue and len(kept) < budget:
+            _, formula = heapq.heappop(queue)
+            if formula in kept:
+                continue
+            kept.add(formula)
+            for child in self.children.get(formula, ()):
+                heapq.heappush(queue, (-score[child], child))
+        return kept
 
 
 def parents(formula: Formula) -> Iterable[Formula]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
@@ -44,30 +44,49 @@ class _Rounds:
     stale: list[list[list[float]]]
 
 
-def fit_graph(states: Trajectories, *, budget: int) -> SpiffyGraph:
-    """The draft graph of these states' temperature for trees of `budget` slots.
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How often states pass through each formula, and some rounds to compare graphs on."""
 
-    Counted on all of them; of ranking positions plainly or with the noise, the published score or
-    the plain count, and pruning to the budget or not, what accepts most on some of them is taken.
+    block_length: int
+    temperature: float
+    num_states: int
+    of_ranks: Mapping[Ranks, tuple[Mapping[Formula, int], _Rounds]]
+
+
+def count_formulas(states: Trajectories) -> Counted:
+    """Counts for the draft graphs of these states' temperature, of any budget.
+
     Raises ValueError where the states are of several temperatures, or too few.
     """
     if len(states.temperatures) != 1:
         raise ValueError(f"a graph is of one temperature, the states of {states.temperatures}")
     some = states.some(_NUM_TRIED, seed=0)
-    found: list[tuple[float, SpiffyGraph]] = []
+    of_ranks: dict[Ranks, tuple[Mapping[Formula, int], _Rounds]] = {}
     for ranks in get_args(Ranks):
-        rounds = _rounds(states, ranks)
-        counts: Counter[Formula] = Counter(one for path in rounds.paths for one in path)
+        paths = _rounds(states, ranks).paths
+        counts: Counter[Formula] = Counter(one for path in paths for one in path)
         kept = {one: count for one, count in counts.items() if count >= _LEAST}
         if not kept:
             raise ValueError(f"{len(states)} states are too few to calibrate a draft graph on")
-        tried = _rounds(some, ranks)
+        of_ranks[ranks] = (kept, _rounds(some, ranks))
+    return Counted(states.block_length, states.temperatures[0], len(states), of_ranks)
+
+
+def fit_graph(counted: Counted, *, budget: int) -> SpiffyGraph:
+    """The draft graph for trees of `budget` slots.
+
+    Of ranking positions plainly or with the noise, the published score or the plain count, and
+    pruning to the budget or not, what accepts most on some of the counted states is taken.
+    """
+    found: list[tuple[float, SpiffyGraph]] = []
+    for ranks, (kept, tried) in counted.of_ranks.items():
         for selection, widening in product(get_args(Selection), _WIDENINGS):
             graph = SpiffyGraph(
-                block_length=states.block_length,
-                temperature=states.temperatures[0],
+                block_length=counted.block_length,
+                temperature=counted.temperature,
                 budget=budget,
-                num_states=len(states),
+                num_states=counted.num_states,
                 counts=kept,
                 ranks=ranks,
                 selection=selection,

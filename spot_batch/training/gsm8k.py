@@ -1,12 +1,13 @@
 """GSM8K of an exported target: right answers, and answers that do not run in a circle."""
 
-import json
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from spot_batch.decoding import Engine, EngineSettings
 from spot_batch.inputs.ids import noise_key
+from spot_batch.inputs.lines import json_lines
 from spot_batch.records import Request, SamplingParams
 from spot_batch.targets.block import load_target
 from spot_batch.targets.registry import load_tokenizer, resolve_model
@@ -68,17 +69,12 @@ def gsm8k_figures(
 
 
 def read_gsm8k(path: Path, *, limit: int) -> list[tuple[str, str]]:
-    """Questions and worked answers."""
-    rows: list[tuple[str, str]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if len(rows) == limit:
-                break
-            try:
-                row = json.loads(line)
-                rows.append((str(row["question"]), str(row["answer"])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: want question and answer") from error
+    """Questions and worked answers. Raises ValueError naming a bad line."""
+    rows = []
+    for where, row in islice(json_lines(path), limit):
+        if not {"question", "answer"} <= set(row):
+            raise ValueError(f"{where}: want question and answer")
+        rows.append((str(row["question"]), str(row["answer"])))
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows

@@ -1,6 +1,5 @@
 """Samples to train on: the corpus, and optionally further JSON-lines files, mixed by share."""
 
-import json
 import random
 import re
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from spot_batch.inputs.lines import json_lines
 from spot_batch.training.corpus import Level, problem_at
 from spot_batch.training.layout import Sample
 from spot_batch.training.tokenizer import IM_END
@@ -91,21 +91,14 @@ def render_prompt(question: str) -> str:
 def read_exchanges(path: Path) -> list[Exchange]:
     """Every row of an extra source, columns as in COLUMNS. Raises ValueError naming the line."""
     exchanges = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            pair = next(
-                (pair for pair in COLUMNS if all(isinstance(row.get(c), str) for c in pair)), None
-            )
-            if pair is None:
-                known = " or ".join(f"{asked!r} and {told!r}" for asked, told in COLUMNS)
-                raise ValueError(f"{path}, line {number}: want strings {known}")
-            exchanges.append(Exchange(row[pair[0]], without_calculator(row[pair[1]])))
+    for where, row in json_lines(path):
+        pair = next(
+            (pair for pair in COLUMNS if all(isinstance(row.get(c), str) for c in pair)), None
+        )
+        if pair is None:
+            known = " or ".join(f"{asked!r} and {told!r}" for asked, told in COLUMNS)
+            raise ValueError(f"{where}: want strings {known}")
+        exchanges.append(Exchange(row[pair[0]], without_calculator(row[pair[1]])))
     if not exchanges:
         raise ValueError(f"{path} holds no rows")
     return exchanges

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from spot_batch.bench.exact import decode_all
+from spot_batch.bench.exact import decode_all, params_of
 from spot_batch.bench.nfe import (
     METHODS,
     Cell,
@@ -15,7 +15,6 @@ from spot_batch.bench.nfe import (
     as_trajectories,
     make_drafter,
     measure,
-    params_of,
     ratio_interval,
     record,
 )
@@ -70,7 +69,7 @@ def test_a_replay_takes_the_forwards_of_a_live_run(
     drafter = make_drafter(
         of_cell, order=order, fitted_to=Fitted(as_trajectories(samples, info)), samples=samples
     )
-    row = measure(of_cell, samples, drafter, live_on=target)
+    row = measure(of_cell, samples, drafter, prompts="", live_on=target)
     assert row.live_agrees
     assert row.identical
     assert row.nfe_ratio_low <= row.nfe_ratio <= row.nfe_ratio_high
@@ -142,7 +141,7 @@ def test_a_live_run_that_differs_is_seen(
 ) -> None:
     samples = recorded(target, info, 0.0)
     other: Sequence[RecordedSample] = recorded(target, info, 1.0)
-    row = measure(cell("ranking"), other, order, live_on=target)
+    row = measure(cell("ranking"), other, order, prompts="", live_on=target)
     assert row.live_agrees
     live = decode_all(target, order, [one.request for one in samples], EngineSettings(budget=6))
     assert [one.completion.token_ids for one in samples] == [
@@ -152,5 +151,5 @@ def test_a_live_run_that_differs_is_seen(
         RecordedSample(a.request, b.blocks, b.completion)
         for a, b in zip(samples, other, strict=True)
     ]
-    row = measure(cell("ranking"), mixed, order, live_on=target)
+    row = measure(cell("ranking"), mixed, order, prompts="", live_on=target)
     assert not row.identical

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_batch.bench.prompts import make_requests, read_questions
-from spot_batch.bench.simulate import BODIES, Recording, simulate
-from spot_batch.bench.throughput import mean_ratio
+from spot_batch.bench.simulate import BODIES, Recording, SimulatedCell, simulate
+from spot_batch.bench.throughput import PLAIN, mean_ratio
 from spot_batch.cli import app
 from spot_batch.decoding import LatencyTable
 from spot_batch.drafters.ranking import RankingDrafter
@@ -51,14 +51,16 @@ def test_latency_writes_a_table_that_the_others_read(target: Path, tmp_path: Pat
     assert [(cell["sequences"], cell["budget"]) for cell in cells] == [
         (number, budget)
         for number in (1, 3)
-        for budget in ("none, fast", "none, canonical", "0", "2", "auto")
+        for budget in ("none, fast", "none, canonical", "0", "2", "auto", PLAIN)
     ]
-    assert all(cell["ratio_to_draft_free"] == 1.0 for cell in cells[::5])
-    assert all(cell["tokens_per_s"] > 0 and 0 < cell["host_share"] < 1 for cell in cells)
+    assert all(cell["ratio_to_draft_free"] == 1.0 for cell in cells[::6])
+    ours = [cell for cell in cells if cell["budget"] != PLAIN]
+    assert all(cell["tokens_per_s"] > 0 and 0 < cell["host_share"] < 1 for cell in ours)
     assert all(cell["low"] <= cell["ratio_to_draft_free"] <= cell["high"] for cell in cells)
     assert all(cell["steps_per_forward"] >= 0.99 for cell in cells)
-    assert [cell["sequences"] for cell in document["plain"]] == [1, 3]
-    assert all(cell["tokens_per_s"] > 0 and cell["num_passes"] == 2 for cell in document["plain"])
+    plain = [cell for cell in cells if cell["budget"] == PLAIN]
+    assert [cell["sequences"] for cell in plain] == [1, 3]
+    assert all(cell["tokens_per_s"] > 0 and cell["num_passes"] == 2 for cell in plain)
     assert "plain loop" in output
     code, output = bench(
         *("simulate", *model, "--tables", f"{table},h200-8b", "--sequences", "2", "--budgets", "2"),
@@ -66,6 +68,41 @@ def test_latency_writes_a_table_that_the_others_read(target: Path, tmp_path: Pat
     )
     assert code == 0, output
     assert [row["table"] for row in json.loads(rows.read_text())["rows"]] == [str(table), "h200-8b"]
+
+
+def test_cells_that_were_measured_are_kept(target: Path, tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text(BODIES["h200-8b"].table().to_json())
+    model = (
+        "--model",
+        str(target),
+        "--drafter",
+        "ranking",
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "8",
+    )
+    for command, more, num_cells in (
+        ("throughput", ("--passes", "2", "--turn-seconds", "0.01", "--table", str(table)), 2 * 5),
+        ("simulate", ("--rounds", "4", "--temperature", "1", "--tables", str(table)), 2),
+    ):
+        cells, rows = tmp_path / command, tmp_path / "rows.json"
+        arguments = (
+            *(command, *model, "--sequences", "2", "--budgets", "0,2", "--seeds", "0,1", *more),
+            *("--out", str(cells), "--json", str(rows)),
+        )
+        code, output = bench(*arguments)
+        assert code == 0, output
+        before, kept = rows.read_text(), (cells / "cells.jsonl").read_text()
+        assert len(kept.splitlines()) == 1 + num_cells
+        assert len(json.loads(before)["rows"]) == num_cells
+        code, output = bench(*arguments)
+        assert code == 0, output
+        assert (rows.read_text(), (cells / "cells.jsonl").read_text()) == (before, kept)
+        code, output = bench(*arguments, "--budgets", "0,4")
+        assert code == 2
+        assert "holds cells of another run: budgets" in output
 
 
 @pytest.mark.parametrize("unmasking", ["single", "threshold"])
@@ -87,7 +124,7 @@ def test_the_clock_is_the_tables_alone(target: Path, unmasking: Unmasking) -> No
             RankingDrafter(),
             BODIES["h200-8b"].table(),
             requests,
-            sequences=2,
+            cell=SimulatedCell("h200-8b", "", 0, 2),
             budgets=(1, 3),
             num_rounds=12,
         )
@@ -114,6 +151,17 @@ def test_a_ratio_is_between_turns_of_one_pass() -> None:
         (["throughput", "--passes", "1"], "--passes must be at least 2"),
         (["throughput", "--plain-passes", "11"], "--plain-passes must be from 0 to --passes 10"),
         (["throughput", "--plain-passes", "-1"], "--plain-passes must be from 0 to --passes 10"),
+        (["throughput", "--budgets", ""], "--budgets wants whole numbers or auto"),
+        (["throughput", "--sequences", ""], "--sequences wants at least one number"),
+        (["throughput", "--turn-seconds", "0"], "--turn-seconds must be above 0"),
+        (["throughput", "--threads", "0"], "Invalid value for '--threads'"),
+        (["throughput", "--table", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["throughput", "--json", "nowhere/x.json"], "there is no folder nowhere"),
+        (["simulate", "--budgets", ""], "--budgets wants at least one number"),
+        (["simulate", "--seeds", ""], "--seeds wants at least one number"),
+        (["simulate", "--json", "."], "--json .: is a folder"),
+        (["latency", "--json", "nowhere/x.json"], "there is no folder nowhere"),
+        (["latency", "--threads", "0"], "Invalid value for '--threads'"),
         (["throughput", "--sequences", "a"], "--sequences wants ints by comma"),
         (["throughput", "--drafter", "none"], "nothing to compare"),
         (["simulate", "--drafter", "none"], "nothing to compare"),

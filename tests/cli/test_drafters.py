@@ -111,6 +111,34 @@ def test_what_holds_no_trajectories_is_refused_at_once(
     assert (done.code, "resume it first" in done.wrong) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["calibrate", "masses", "x", "--drafter", "bundled"], "bundled: no drafter: there is no"),
+        (["calibrate", "masses", "x", "--drafter", "bundled"], "bundled-b16, bundled-b32"),
+        (["calibrate", "masses", "x", "--drafter", "bundled-b32", "-o", "{file}/x"], "no folder"),
+        (["calibrate", "spiffy", "x", "-o", "."], "--output .: is a folder"),
+        (["calibrate", "spiffy", "x", "-o", "y", "--budgets", ""], "at least one number"),
+        (["calibrate", "spiffy", "x", "-o", "y", "--budgets", "0"], "whole numbers from 1, got 0"),
+        (["train", "drafter", "x", "-o", "{file}/x"], "there is no folder"),
+        (["train", "drafter", "x", "-o", "y", "--threads", "0"], "value for '--threads'"),
+        (["train", "corpus", "nowhere/x.jsonl"], "there is no folder nowhere"),
+        (["train", "corpus", "{file}", "--temperatures", ""], "at least one number"),
+        (["train", "corpus", "{file}", "--count", "0"], "Invalid value for '--count'"),
+        (["train", "target", "{file}"], "is no folder"),
+        (["train", "target", "x", "--export", "y", "--gsm8k", "nowhere"], "nowhere: cannot be"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_work(
+    command: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    done = Done([each.format(file=file) for each in command])
+    assert done.code == 2, done.wrong
+    assert message in done.wrong
+
+
 def test_calibrating_changes_the_card_alone(recorded: Path, trained: Path, tmp_path: Path) -> None:
     card = {**read_card(trained), "calibration": None}
     tensors = load_file(trained.with_name("small.safetensors"))
