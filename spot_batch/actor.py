@@ -40,6 +40,7 @@ from spot_batch.records import (
     Purpose,
     Receipt,
     Request,
+    Rounds,
     RowError,
     unreported,
 )
@@ -91,6 +92,9 @@ class Decoder(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def rounds(self) -> Rounds: ...
 
     def add(self, request: Request) -> None: ...
 
@@ -195,6 +199,7 @@ class Actor:
                 num_waiting=max(0, num_owed - num_active),
                 num_unpublished=sum(len(outcomes) for outcomes in self._finished.values()),
                 elapsed_s=time.monotonic() - self._started_s,
+                rounds=self._engine.rounds,
             )
 
     def stop(self) -> Progress:

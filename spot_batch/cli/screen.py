@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_batch.driver.progress import describe, describe_load, describe_loads
+from spot_batch.driver.progress import describe, describe_drafting, describe_load, describe_loads
 from spot_batch.job import redacted
 from spot_batch.records import Heartbeat, LoadProgress, Receipt
 
@@ -286,6 +286,10 @@ def show_results(
             f"({100 * totals.forwards_saved:.1f} %)",
         ),
     ]
+    run = summary.facts
+    if run is not None:
+        drafting = describe_drafting(run.drafted_per_round, run.drafting_share)
+        facts.append(("drafting", f"{drafting}; budget {job.spec.speculation.budget}"))
     if summary.check is not None:
         check = summary.check
         facts.append(

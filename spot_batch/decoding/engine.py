@@ -28,7 +28,7 @@ from spot_batch.decoding.transition import Choice, Rule, States, transition
 from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore, top_log_probs
-from spot_batch.records import Begun, Completion, Request, SampleStats
+from spot_batch.records import Begun, Completion, Request, Rounds, SampleStats
 from spot_batch.targets.attention import padded_length
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
 
@@ -342,7 +342,7 @@ class Engine:
     device's own if none is given. `decode` turns token ids into text;
     samples with stop strings need it. With `record_every` each completion carries one visited state
     in so many (`single` unmasking only); 0 is off. `num_steps` counts steps of draft-free decoding:
-    the progress that was made.
+    the progress that was made, and `rounds` what it was made in.
     """
 
     def __init__(
@@ -370,6 +370,7 @@ class Engine:
         self._waiting: list[_Waiting] = []  # a heap
         self._number = count()
         self.num_steps = 0
+        self.rounds = Rounds()
         self._samples: list[_Sample] = []
         self._max_slots, self._num_rows = settings.max_slots, settings.max_sequences
         self._is_draining = False
@@ -432,6 +433,13 @@ class Engine:
             sample.num_drafted += len(drafted)
             sample.num_clean_passes += len(sample.to_store) if sample.step else 0
             sample.to_store = []
+        num_drafted = len(plan.ids) - load.num_slots
+        self.rounds += Rounds(
+            num_rounds=1,
+            num_drafting=int(num_drafted > 0),
+            num_samples=load.num_roots,
+            num_drafted_slots=num_drafted,
+        )
         begin_s = self._clock()
         hidden, kept = self._forward(plan.batch(self._target.device))
         if self._auto is not None:

@@ -40,6 +40,7 @@ from spot_batch.records import (
     Outcome,
     Progress,
     Receipt,
+    Rounds,
     RowError,
     RunFacts,
 )
@@ -256,6 +257,7 @@ class _Run:
         )
         self._meter = Meter(published.totals)
         self._num_before = len(published.data)
+        self._rounds: dict[int, Rounds] = {}  # of each actor, also of those that died
         self._done_parts = {part.index for part in published.parts}
         self._fleet: Crew | None = None
         self._began_s = time.monotonic()
@@ -286,6 +288,7 @@ class _Run:
             self._heartbeat("running" if self._meter.has_started else "starting")
         self._heartbeat("stopping" if self._stop or self._halt else "finishing", now=True)
         for member, answer in fleet.stop(STOP_GRACE_S):
+            self._rounds[member.index] = answer.rounds
             self._record(member, answer.receipts)
         compaction.wait()
 
@@ -303,7 +306,13 @@ class _Run:
         job.reach("driver.compacted")
         check = compare_audits(job)
         job.reach("driver.checked")
-        facts = replace(self._facts, elapsed_s=round(time.monotonic() - self._began_s, 3))
+        rounds = sum(self._rounds.values(), Rounds())
+        facts = replace(
+            self._facts,
+            elapsed_s=round(time.monotonic() - self._began_s, 3),
+            drafted_per_round=round(rounds.budget, 3),
+            drafting_share=round(rounds.drafting_share, 4),
+        )
         summary = finalize(job, check=check, facts=facts)
         exit_code, message = verdict(job.spec, summary)
         return self.ended("complete", exit_code, message, summary)
@@ -340,6 +349,7 @@ class _Run:
             self._welcome(fleet, member, answer)
         else:
             member.progress = answer
+            self._rounds[member.index] = answer.rounds
             member.num_published += sum(receipt.num_rows for receipt in answer.receipts)
             self._record(member, answer.receipts)
         fleet.exchange(member, self._leases_for(member, fleet.num_wanted))
@@ -515,6 +525,7 @@ class _Run:
             self._lease.beat()
         totals, fleet = self._meter.totals, self._fleet
         rows_per_s, tokens_per_s = self._meter.speeds()
+        rounds = sum(self._rounds.values(), Rounds())
         heartbeat = Heartbeat(
             state=state,
             num_samples=self._job.num_samples,
@@ -531,6 +542,8 @@ class _Run:
             accepted_per_forward=accepted_per_forward(totals),
             num_forwards_saved=totals.num_draft_free_forwards - totals.num_forwards,
             forwards_ratio=forwards_ratio(totals),
+            drafted_per_round=rounds.budget,
+            drafting_share=rounds.drafting_share,
             eta_s=self._meter.eta_s(self._job.num_samples, now_s),
             elapsed_s=now_s - self._began_s,
             exit_code=exit_code,
