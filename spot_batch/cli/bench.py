@@ -13,8 +13,11 @@ import typer
 from spot_batch.cli.app import app, numbers, speaking_plainly
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from spot_batch.bench.exact import ExactRow
-    from spot_batch.decoding import LatencyTable
+    from spot_batch.bench.occupancy import Occupancy
+    from spot_batch.decoding import Engine, LatencyTable
     from spot_batch.drafters.base import Drafter
     from spot_batch.targets.block import BlockTarget
 
@@ -268,24 +271,14 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> int:
     """Decode under the clock of another device: is `auto` as good as the best fixed budget?"""
-    from spot_batch.bench.simulate import BODIES, Recording
+    from spot_batch.bench.simulate import Recording
     from spot_batch.bench.simulate import simulate as run
-    from spot_batch.decoding import LatencyTable
 
     if unmasking not in ("single", "threshold"):
         raise ValueError(f"--unmasking must be single or threshold, got {unmasking!r}")
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
-    costs = {}
-    for name in tables.split(","):
-        if name in BODIES:
-            costs[name] = BODIES[name].table()
-            continue
-        try:
-            costs[name] = LatencyTable.from_json(Path(name).read_text(encoding="utf-8"), name)
-        except (OSError, UnicodeDecodeError) as error:
-            known = ", ".join(BODIES)
-            raise ValueError(f"--tables: {name} is none of {known} and no file") from error
+    costs = {name: _table(name, "--tables") for name in tables.split(",")}
     fixed = numbers(budgets, int, "budgets")
     flights = numbers(sequences, int, "sequences")
     target, proposer = _loaded(model, drafter, "canonical", "auto", 1)
@@ -326,6 +319,113 @@ def simulate(
             if json_file is not None:
                 json_file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     return 0
+
+
+@bench.command("occupancy")
+@speaking_plainly
+def occupancy(
+    inputs: Annotated[
+        Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Hub id, folder, or bundled.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="auto, ranking, or a drafter's path.")] = "auto",
+    clock: Annotated[
+        str, typer.Option(help="device, h200-1.7b, h200-8b, or a file of `bench latency`.")
+    ] = "device",
+    samples: Annotated[int, typer.Option(help="Rows of the job.")] = 2000,
+    sequences: Annotated[int, typer.Option(help="Samples in flight of an actor.")] = 8,
+    actors: Annotated[int, typer.Option(help="Actors, in one process.")] = 1,
+    budgets: Annotated[str, typer.Option(help="Drafted slots a sample, or auto.")] = "0,auto",
+    order: Annotated[str, typer.Option(help="longest_first or input.")] = "longest_first",
+    min_new_tokens: Annotated[int, typer.Option(help="The shortest limit of a row.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="The longest limit of a row.")] = 32,
+    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 64,
+    plot: Annotated[bool, typer.Option("--plot", help="The tail's curve as bars.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the runs here.")] = None,
+) -> int:
+    """How full a job keeps its slots, and what drafts do with those that fall idle at its end."""
+    wanted = [_budget(text) for text in budgets.split(",")]
+    if order not in ("longest_first", "input"):
+        raise ValueError(f"--order must be longest_first or input, got {order!r}")
+    for name, value in (("samples", samples), ("sequences", sequences), ("actors", actors)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if not 1 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(
+            f"--min-new-tokens must be from 1 to --max-new-tokens {max_new_tokens}, "
+            f"got {min_new_tokens}"
+        )
+    given = None if clock == "device" else _table(clock, "--clock")
+    target, proposer = _loaded(model, drafter, "canonical", "auto", 1)
+    if proposer is None:
+        raise ValueError("--drafter none drafts nothing; there is nothing to compare")
+    from spot_batch.bench.occupancy import mixed_lengths, run_job
+    from spot_batch.bench.prompts import make_requests, read_questions
+    from spot_batch.bench.simulate import Recording, simulated_engine
+    from spot_batch.decoding import Engine, EngineSettings, measure_latency
+    from spot_batch.decoding.latency import device_clock
+    from spot_batch.records import SamplingParams
+    from spot_batch.targets.registry import resolve_model
+
+    info = resolve_model(model)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, stop_ids=info.stop_ids, confidence=info.family.confidence
+    )
+    requests = make_requests(info, read_questions(inputs, limit=limit), params)
+    rows = mixed_lengths(requests, num_samples=samples, least=min_new_tokens, most=max_new_tokens)
+    recording = Recording(target)
+    if given is not None:
+        recording.record(requests)
+    table = given or measure_latency(target, proposer, max_slots=4 * sequences, at_most_s=6.0)
+    runs = []
+    for budget in wanted:
+        settings = EngineSettings(
+            max_sequences=sequences, budget=budget, longest_first=order == "longest_first"
+        )
+
+        def make(settings: EngineSettings = settings) -> tuple[Engine, Callable[[], float]]:
+            if given is not None:
+                engine = simulated_engine(recording, proposer, table, settings)
+                return engine, lambda: recording.clock_s
+            return Engine(target, proposer, settings, latency=table), device_clock(target.device)
+
+        run = run_job(rows, make, budget=budget, num_actors=actors, max_sequences=sequences)
+        _show_occupancy(run, plot=plot)
+        runs.append(asdict(run))
+        if json_file is not None:  # after each: a long run that is cut short leaves some
+            document = {"model": info.identity(), "clock": clock, "order": order, "runs": runs}
+            json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _show_occupancy(run: Occupancy, *, plot: bool) -> None:
+    typer.echo(
+        f"budget {run.budget}: {run.num_samples} samples in {run.seconds:.1f} s, "
+        f"{100 * run.busy_share:.1f} % of the slots busy until the tail, which is "
+        f"{100 * run.tail_share:.1f} % of the time"
+    )
+    fastest = max((row.steps_per_s_per_sample for row in run.tail), default=1.0)
+    for row in run.tail:
+        bar = "#" * round(30 * row.steps_per_s_per_sample / fastest) if plot else ""
+        typer.echo(
+            f"  {row.in_flight:4} in flight, {row.num_rounds:4} rounds: "
+            f"{row.steps_per_s_per_sample:8.1f} commits/s a sample, "
+            f"{row.drafted_slots:5.2f} drafted slots  {bar}".rstrip()
+        )
+
+
+def _table(name: str, option: str) -> LatencyTable:
+    """A table by formula or of a file."""
+    from spot_batch.bench.simulate import BODIES
+    from spot_batch.decoding import LatencyTable
+
+    if name in BODIES:
+        return BODIES[name].table()
+    try:
+        return LatencyTable.from_json(Path(name).read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(BODIES)
+        raise ValueError(f"{option}: {name} is none of {known} and no file") from error
 
 
 def _budget(text: str) -> int | Literal["auto"]:

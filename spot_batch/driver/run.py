@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -18,7 +17,7 @@ from spot_batch.actor import ActorInfo, model_info, sample_preparer
 from spot_batch.driver.compaction import Compactor
 from spot_batch.driver.embedded import Machine, embedded_ray
 from spot_batch.driver.fleet import Answer, Failure, Fleet, Member, num_actors
-from spot_batch.driver.leases import LeasePool
+from spot_batch.driver.leases import LeasePool, room_for
 from spot_batch.driver.progress import (
     ESTIMATE_AFTER,
     Exit,
@@ -64,8 +63,6 @@ from spot_batch.targets.registry import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# An actor holds this many times its slots, waiting ones included, so that it never starves.
-QUEUE_DEPTH = 2
 POLL_S = 0.5
 HEARTBEAT_S = 1.0
 BEAT_S = 10.0
@@ -380,19 +377,13 @@ class _Run:
 
     def _leases_for(self, member: Member, num_wanted: int) -> list[Lease]:
         assert member.info is not None
-        held = member.progress.num_in_flight + member.progress.num_waiting
-        room = QUEUE_DEPTH * member.info.max_sequences - held
-        if member.num_published:
-            # No more than `lease_seconds` of work, but never an empty slot.
-            enough = math.ceil(member.rows_per_s * self._job.spec.scheduling.lease_seconds)
-            room = min(room, max(enough, member.info.max_sequences - held))
-        leases: list[Lease] = []
-        while True:
-            lease = self._pool.take(member.index, room=room, num_actors=num_wanted)
-            if lease is None:
-                return leases
-            room -= len(lease.sample_ids)
-            leases.append(lease)
+        room = room_for(
+            held=member.progress.num_in_flight + member.progress.num_waiting,
+            max_sequences=member.info.max_sequences,
+            rows_per_s=member.rows_per_s if member.num_published else None,
+            lease_s=self._job.spec.scheduling.lease_seconds,
+        )
+        return self._pool.fill(member.index, room=room, num_actors=num_wanted)
 
     def _record(self, member: Member | None, receipts: Sequence[Receipt]) -> None:
         """Published is done, whoever did it."""
