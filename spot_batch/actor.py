@@ -40,6 +40,7 @@ from spot_batch.records import (
     Purpose,
     Receipt,
     Request,
+    Rounds,
     RowError,
     unreported,
 )
@@ -58,6 +59,8 @@ AUTO_MAX_SEQUENCES = {"cpu": 8, "cuda": 128}
 # Samples prepared and waiting in the engine, beside those in flight: all that an actor is lent, so
 # that the longest of them go first and the last ones to fly are short.
 READY_SHARE = 1.0
+# An actor that holds fewer samples than so many times its slots says so, once a lease.
+SHORT_SHARE = 1.5
 # The first rows are published early: a person waits to see them.
 FIRST_ROWS = 3
 IDLE_WAIT_S = 0.2
@@ -91,6 +94,9 @@ class Decoder(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def rounds(self) -> Rounds: ...
 
     def add(self, request: Request) -> None: ...
 
@@ -155,6 +161,7 @@ class Actor:
         self._last_publish_s = self._last_checkpoint_s = time.monotonic()
         self._has_published = False
         self._stopping = False
+        self._runs_short, self._has_asked = False, True
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self.info = ActorInfo(
@@ -173,18 +180,26 @@ class Actor:
         """Take on a lease; its samples join the batch as there is room."""
         with self._changed:
             self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
+            self._has_asked = False
             self._changed.notify_all()
 
     def collect(self, timeout_s: float) -> Progress:
-        """What was published since the last call; waits for something until the time is up.
+        """What was published since the last call; waits for something, or for samples to run short,
+        until the time is up.
 
         Raises what ended the engine's thread, if anything did.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._receipts or self._failure or not self._thread.is_alive(),
+                lambda: (
+                    self._receipts
+                    or self._runs_short
+                    or self._failure
+                    or not self._thread.is_alive()
+                ),
                 timeout=timeout_s,
             )
+            self._runs_short = False
             receipts, self._receipts = tuple(self._receipts), []
             if self._failure is not None and not receipts:
                 raise self._failure
@@ -195,6 +210,7 @@ class Actor:
                 num_waiting=max(0, num_owed - num_active),
                 num_unpublished=sum(len(outcomes) for outcomes in self._finished.values()),
                 elapsed_s=time.monotonic() - self._started_s,
+                rounds=self._engine.rounds,
             )
 
     def stop(self) -> Progress:
@@ -214,6 +230,7 @@ class Actor:
                 self._admit()
                 for completion in self._engine.step() if self._engine.has_work else ():
                     self._finish(completion)
+                self._ask_if_short()
                 self._publish_if_due()
                 self._checkpoint_if_due()
                 self._wait_for_work()
@@ -271,6 +288,15 @@ class Actor:
         self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
         self._job.reach("actor.finished")
 
+    def _ask_if_short(self) -> None:
+        """Wake whoever waits to lend more; once, for there may be nothing more to lend."""
+        if not self._has_asked and runs_short(
+            len(self._queue) + len(self._samples), self._max_sequences
+        ):
+            with self._changed:
+                self._has_asked = self._runs_short = True
+                self._changed.notify_all()
+
     def _publish_if_due(self) -> None:
         idle = not self._samples and not self._queue
         late = time.monotonic() - self._last_publish_s >= self._publish_s
@@ -309,6 +335,11 @@ class Actor:
             return
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+
+
+def runs_short(num_owed: int, max_sequences: int) -> bool:
+    """Whether an actor that owes so many samples should be lent more before it starves."""
+    return num_owed <= SHORT_SHARE * max_sequences
 
 
 def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = unreported) -> Loaded:

@@ -91,6 +91,35 @@ class SampleStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """What the rounds of an engine were: how many, in how many of them anything was drafted, the
+    samples in flight and the slots of drafted states, summed over rounds."""
+
+    num_rounds: int = 0
+    num_drafting: int = 0
+    num_samples: int = 0
+    num_drafted_slots: int = 0
+
+    def __add__(self, other: Rounds) -> Rounds:
+        return Rounds(
+            num_rounds=self.num_rounds + other.num_rounds,
+            num_drafting=self.num_drafting + other.num_drafting,
+            num_samples=self.num_samples + other.num_samples,
+            num_drafted_slots=self.num_drafted_slots + other.num_drafted_slots,
+        )
+
+    @property
+    def budget(self) -> float:
+        """Drafted slots a sample a round, on average: what a fixed budget says at most."""
+        return self.num_drafted_slots / self.num_samples if self.num_samples else 0.0
+
+    @property
+    def drafting_share(self) -> float:
+        """The share of rounds in which anything was drafted."""
+        return self.num_drafting / self.num_rounds if self.num_rounds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
     """The whole blocks of a sample that is not finished: every token behind its prompt up to the
     end of a block, the forward that fixed each, and how many forwards of draft-free decoding that
@@ -208,6 +237,7 @@ class Progress:
     num_waiting: int = 0
     num_unpublished: int = 0
     elapsed_s: float = 0.0
+    rounds: Rounds = Rounds()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,13 +346,19 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """How this run went, for the card and the summary: facts that never decide the output."""
+    """How this run went, for the card and the summary: facts that never decide the output.
+
+    `drafted_per_round`: drafted slots a sample a round; `drafting_share`: of the rounds, those in
+    which anything was drafted.
+    """
 
     drafter: str
     target: str
     device: str = "cpu"
     num_actors: int = 0
     elapsed_s: float = 0.0
+    drafted_per_round: float = 0.0
+    drafting_share: float = 0.0
 
 
 LoadStage = Literal["waiting", "downloading", "checking", "loading", "measuring"]
@@ -364,7 +400,8 @@ class Heartbeat:
     """How far a job is: what the screen, `status` and an attached command read.
 
     The files themselves are the truth. Durable and in flight are apart; speeds leave out what
-    earlier runs did; `exit_code` stands once the driver has ended.
+    earlier runs did, as do drafted slots a sample a round and the share of rounds that drafted;
+    `exit_code` stands once the driver has ended.
     """
 
     state: str
@@ -382,6 +419,8 @@ class Heartbeat:
     accepted_per_forward: float = 0.0
     num_forwards_saved: int = 0
     forwards_ratio: float = 1.0
+    drafted_per_round: float = 0.0
+    drafting_share: float = 0.0
     eta_s: float | None = None
     elapsed_s: float = 0.0
     time: float = 0.0

@@ -103,6 +103,19 @@ def test_a_row_that_fits_no_memory_is_an_error_with_its_bytes(tmp_path: Path) ->
     assert "resources.prefix_share" in str(error)
 
 
+def test_an_actor_asks_for_more_before_it_starves_and_only_once(tmp_path: Path) -> None:
+    slow = {"scheduling.publish_seconds": 3600, "generation.max_new_tokens": 40}
+    job = make_job(tmp_path, prompts(12), {**slow, "engine.max_sequences": 2})
+    with acting(job) as actor:
+        actor.offer(lease(range(12)))
+        news = [actor.collect(60.0)]
+        while sum(each.num_rows for one in news for each in one.receipts) < 12:
+            news.append(actor.collect(60.0))
+    owed = [one.num_in_flight + one.num_waiting for one in news]
+    assert any(0 < each <= 3 for each in owed), owed
+    assert len(news) <= 4, "the first rows, a call for more, the rest"
+
+
 def test_an_audit_beside_its_own_sample_gives_the_same_tokens(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(4))
     with acting(job) as actor:
@@ -151,7 +164,7 @@ def test_what_ends_the_engine_is_raised_to_whoever_collects(
     actor = Actor(job.root, 0)
     actor.offer(lease([0]))
     with pytest.raises(StorageFull, match="no space left"):
-        actor.collect(60.0)
+        collect(actor, 1)
 
 
 def test_an_idle_actor_reports_nothing_and_waits(tmp_path: Path) -> None:

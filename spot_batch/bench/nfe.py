@@ -194,7 +194,7 @@ def as_trajectories(samples: Sequence[RecordedSample], info: ModelInfo) -> Traje
         place=torch.tensor([s.request.sample_id / len(samples) for s, _ in states]).double(),
         start=torch.tensor([state.start for _, state in states]),
         num_committed=torch.tensor([state.num_committed for _, state in states]),
-        noise_key=noise_keys([s.request.noise_key for s, _ in states], torch.device("cpu")),
+        noise_key=noise_keys([s.request.noise_key for s, _ in states]),
         temperature=torch.tensor([each.temperature for each in params]),
         top_p=torch.tensor([each.top_p for each in params]),
         top_k=torch.tensor([each.top_k for each in params]),

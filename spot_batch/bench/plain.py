@@ -121,12 +121,12 @@ class _Batch:
             self.ids[row, pad : pad + len(prompt)] = prompt
         self.open = self._open()
         params = [request.params for request in requests]
-        self._noise_key = noise_keys([request.noise_key for request in requests], device)
-        self._temperature = torch.tensor([each.temperature for each in params], device=device)
-        self._top_p = torch.tensor([each.top_p for each in params], device=device)
-        self._top_k = torch.tensor([each.top_k for each in params], device=device)
+        self._noise_key = noise_keys([request.noise_key for request in requests])
+        self._temperature = torch.tensor([each.temperature for each in params])
+        self._top_p = torch.tensor([each.top_p for each in params])
+        self._top_k = torch.tensor([each.top_k for each in params])
         self._ended: list[int | None] = [None] * len(requests)
-        self._num_committed = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self._num_committed = torch.zeros(len(requests), dtype=torch.int64)
 
     @property
     def is_done(self) -> bool:
@@ -149,7 +149,7 @@ class _Batch:
         """Write what the target fixes next in every sample whose block is not full."""
         states = States(
             masked=self.open,
-            start=self.start - self.padding,
+            start=self.start - self.padding.cpu(),
             num_committed=self._num_committed,
             noise_key=self._noise_key,
             temperature=self._temperature,
@@ -159,8 +159,9 @@ class _Batch:
         choice = transition(logits, states, self._rule)
         block = self.ids[:, self.start : self.start + self._width]
         block.copy_(torch.where(choice.commit, choice.token, block))
-        self._num_committed += choice.commit.sum(1)
-        self.open = self.open & ~choice.commit
+        commit = choice.commit.cpu()
+        self._num_committed += commit.sum(1)
+        self.open = self.open & ~commit
 
     def next_block(self) -> None:
         """See who has ended, and go on to the columns behind."""
@@ -188,8 +189,8 @@ class _Batch:
         return found
 
     def _open(self) -> Tensor:
-        """(B, W) bool: the block's columns that no prompt fills."""
-        column = self.start + torch.arange(self._width, device=self.ids.device)
+        """(B, W) bool, on the host: the block's columns that no prompt fills."""
+        column = self.start + torch.arange(self._width)
         ends = [len(request.prompt_ids) for request in self._requests]
-        first = self.padding + torch.tensor(ends, device=column.device)
+        first = self.padding.cpu() + torch.tensor(ends)
         return column >= first[:, None]

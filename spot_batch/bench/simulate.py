@@ -291,6 +291,20 @@ def simulate(
     )
 
 
+def simulated_engine(
+    recording: Recording, drafter: Drafter, latency: LatencyTable, settings: EngineSettings
+) -> Engine:
+    """An engine over what was recorded; `recording.clock_s` runs by the table, from 0 on."""
+    recording.latency, recording.clock_s = latency, 0.0
+    return Engine(
+        recording,
+        _Waves(drafter, recording) if settings.budget else None,
+        settings,
+        latency=latency,
+        clock=lambda: recording.clock_s,
+    )
+
+
 def _speed(
     recording: Recording,
     drafter: Drafter,
@@ -300,14 +314,8 @@ def _speed(
     budget: int | Literal["auto"],
     num_rounds: int,
 ) -> float:
-    recording.latency, recording.clock_s = latency, 0.0
-    engine = Engine(
-        recording,
-        _Waves(drafter, recording) if budget else None,
-        EngineSettings(max_sequences=sequences, budget=budget, max_slots=1 << 20),
-        latency=latency,
-        clock=lambda: recording.clock_s,
-    )
+    settings = EngineSettings(max_sequences=sequences, budget=budget, max_slots=1 << 20)
+    engine = simulated_engine(recording, drafter, latency, settings)
     number = count()
     num_steps, begin_s = 0, 0.0
     for at in range(_FIRST_ROUNDS + num_rounds):

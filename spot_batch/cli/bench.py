@@ -35,6 +35,7 @@ from spot_batch.cli.measuring import (
 if TYPE_CHECKING:
     from spot_batch.bench.exact import Drafting
     from spot_batch.bench.loading import Models
+    from spot_batch.bench.occupancy import Occupancy
     from spot_batch.decoding import LatencyTable
     from spot_batch.records import SamplingParams
     from spot_batch.targets.registry import ModelInfo
@@ -307,17 +308,9 @@ def simulate(
     from spot_batch.bench.cells import Kept, digest_of, run_cells
     from spot_batch.bench.loading import find_models
     from spot_batch.bench.prompts import read_questions
-    from spot_batch.bench.simulate import (
-        BODIES,
-        SimulatedBenchmark,
-        SimulatedCell,
-        SimulatedRow,
-    )
+    from spot_batch.bench.simulate import SimulatedBenchmark, SimulatedCell, SimulatedRow
 
-    costs = {
-        name: BODIES[name].table() if name in BODIES else _table(Path(name), known=BODIES)
-        for name in dict.fromkeys(tables.split(","))
-    }
+    costs = {name: _clock(name) for name in dict.fromkeys(tables.split(","))}
     models = find_models(model, drafter, threads=threads)
     models.some_drafter()
     questions = read_questions(inputs, limit=limit)
@@ -357,6 +350,107 @@ def simulate(
         )
     write_rows(json_file, facts, [kept.rows[cell] for group in groups for cell in group])
     return 0
+
+
+@bench.command("occupancy")
+@speaking_plainly
+def occupancy(
+    inputs: Inputs = None,
+    model: Model = "bundled",
+    drafter: DrafterOption = "auto",
+    clock: Annotated[
+        str, typer.Option(help="device, h200-1.7b, h200-8b, or a file of `bench latency`.")
+    ] = "device",
+    samples: Annotated[int, typer.Option(min=1, help="Rows of the job.")] = 2000,
+    sequences: Annotated[int, typer.Option(min=1, help="Samples in flight of an actor.")] = 8,
+    actors: Annotated[int, typer.Option(min=1, help="Actors, in one process.")] = 1,
+    budgets: Annotated[str, typer.Option(help="Drafted slots a sample, or auto.")] = "0,auto",
+    order: Annotated[str, typer.Option(help="longest_first or input.")] = "longest_first",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seeds: Seeds = "0",
+    min_new_tokens: Annotated[int, typer.Option(help="The shortest limit of a row.")] = 4,
+    max_new_tokens: Length = 32,
+    limit: Limit = 64,
+    dtype: Dtype = "auto",
+    threads: Threads = 1,
+    plot: Annotated[bool, typer.Option("--plot", help="The tail's curve as bars.")] = False,
+    out: Out = None,
+    address: Address = None,
+    json_file: JsonFile = None,
+) -> int:
+    """How full a job keeps its slots, and what drafts do with those that fall idle at its end."""
+    wanted = list(dict.fromkeys(str(_budget(text)) for text in budgets.split(",")))
+    if order not in ("longest_first", "input"):
+        raise ValueError(f"--order must be longest_first or input, got {order!r}")
+    if not 1 <= min_new_tokens <= max_new_tokens:
+        raise ValueError(
+            f"--min-new-tokens must be from 1 to --max-new-tokens {max_new_tokens}, "
+            f"got {min_new_tokens}"
+        )
+    numbered = seeds_of(seeds)
+    check_writable(json_file, "--json")
+    from spot_batch.bench.cells import Kept, digest_of, run_cells
+    from spot_batch.bench.loading import find_models
+    from spot_batch.bench.occupancy import Occupancy, OccupancyBenchmark, OccupancyCell
+    from spot_batch.bench.prompts import read_questions
+
+    table = None if clock == "device" else _clock(clock)
+    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models.some_drafter()
+    questions = read_questions(inputs, limit=limit)
+    _say(models, f"{len(questions)} prompts")
+    facts = {
+        "command": "bench occupancy",
+        **models.facts(),
+        "prompts": digest_of(questions),
+        "clock": "device" if table is None else digest_of([table.to_json()]),
+        "samples": samples,
+        "sequences": sequences,
+        "actors": actors,
+        "order": order,
+        "temperature": temperature,
+        "new_tokens": [min_new_tokens, max_new_tokens],
+    }
+    kept = Kept(out, Occupancy.read, facts)
+    benchmark = OccupancyBenchmark(
+        models=models,
+        questions=questions,
+        params=_params(models.info, temperature, max_new_tokens, "single"),
+        table=table,
+        num_samples=samples,
+        num_actors=actors,
+        max_sequences=sequences,
+        longest_first=order == "longest_first",
+        least_new_tokens=min_new_tokens,
+    )
+    groups = [[OccupancyCell(name, seed)] for name in wanted for seed in numbered]
+    for run in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+        _show_occupancy(run, plot=plot)
+    write_rows(json_file, facts, [kept.rows[cell] for group in groups for cell in group])
+    return 0
+
+
+def _show_occupancy(run: Occupancy, *, plot: bool) -> None:
+    typer.echo(
+        f"budget {run.budget}: {run.num_samples} samples in {run.seconds:.1f} s, "
+        f"{100 * run.busy_share:.1f} % of the slots busy until the tail, which is "
+        f"{100 * run.tail_share:.1f} % of the time"
+    )
+    fastest = max((row.steps_per_s_per_sample for row in run.tail), default=1.0)
+    for row in run.tail:
+        bar = "#" * round(30 * row.steps_per_s_per_sample / fastest) if plot else ""
+        typer.echo(
+            f"  {row.in_flight:4} in flight, {row.num_rounds:4} rounds: "
+            f"{row.steps_per_s_per_sample:8.1f} commits/s a sample, "
+            f"{row.drafted_slots:5.2f} drafted slots  {bar}".rstrip()
+        )
+
+
+def _clock(name: str) -> LatencyTable:
+    """A table by formula or of a file."""
+    from spot_batch.bench.simulate import BODIES
+
+    return BODIES[name].table() if name in BODIES else _table(Path(name), known=BODIES)
 
 
 def _budget(text: str) -> int | Literal["auto"]:

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_batch.driver.progress import describe, describe_load, describe_loads
+from spot_batch.driver.progress import describe, describe_drafting, describe_load, describe_loads
 from spot_batch.job import redacted
 from spot_batch.records import Heartbeat, LoadProgress, Receipt
 from spot_batch.remote import is_url
@@ -309,6 +309,10 @@ def show_results(
             f"{totals.num_draft_free_forwards:,}: {_saved(totals)}",
         ),
     ]
+    run = summary.facts
+    if run is not None:
+        drafting = describe_drafting(run.drafted_per_round, run.drafting_share)
+        facts.append(("drafting", f"{drafting}; budget {job.spec.speculation.budget}"))
     if summary.check is not None:
         check = summary.check
         compared = (

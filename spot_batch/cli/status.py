@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from spot_batch.cli.screen import Screen, resume_command
-from spot_batch.driver.progress import describe, describe_load
+from spot_batch.driver.progress import describe, describe_drafting, describe_load
 from spot_batch.records import Heartbeat
 from spot_batch.store import (
     JobDirectory,
@@ -54,6 +54,8 @@ def show_status(out: Path, *, as_json: bool) -> int:
     if alive and record is not None:
         facts.append(("driver", f"process {record.pid} on {record.host.partition('/')[0]}"))
     facts.append(("progress", describe(heartbeat)))
+    drafting = describe_drafting(heartbeat.drafted_per_round, heartbeat.drafting_share)
+    facts.append(("drafting", f"{drafting}; budget {job.spec.speculation.budget}"))
     facts += [(f"actor {each.actor}", describe_load(each.progress)) for each in heartbeat.loading]
     facts.append(("parts", f"{len(published.parts)} of {job.num_parts} written"))
     if last.message and not alive:

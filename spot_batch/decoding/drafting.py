@@ -12,6 +12,7 @@ from spot_batch.decoding.tree import DraftTree, Edge, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import COMMITTED, MASKED, SINCE, Queries, StaleStore
 from spot_batch.records import SamplingParams
+from spot_batch.targets.transfer import onto
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _expand(drafter: Drafter, stale: StaleStore, asked: Sequence[_Question]) -> 
     """Ask about one wave of hypothetical states, and choose the states of their trees anew."""
     queries = _queries([(each.root, each.key) for each in asked], stale.log_prob.device)
     # One rule a job: all samples in flight key their noise alike.
-    proposals = drafter.propose(stale, queries, asked[0].root.params.noise_key)
+    proposals = drafter.propose(stale, queries, asked[0].root.params.noise_key).on_host()
     for each, weights, positions, tokens in zip(
         asked,
         proposals.weight.tolist(),
@@ -119,22 +120,21 @@ def _queries(asked: Sequence[tuple[Root, Key]], device: torch.device) -> Queries
         status.append(of_state)
         guessed.append(of_key)
     params = [root.params for root, _ in asked]
+    num_committed = [root.num_committed + len(key) for root, key in asked]
     return Queries(
-        row=torch.tensor([root.row for root, _ in asked], device=device),
-        status=torch.tensor(status, device=device),
-        guessed=torch.tensor(guessed, device=device),
-        start=torch.tensor([root.start for root, _ in asked], device=device),
-        num_committed=torch.tensor(
-            [root.num_committed + len(key) for root, key in asked], device=device
-        ),
-        noise_key=noise_keys([root.noise_key for root, _ in asked], device),
-        temperature=torch.tensor([each.temperature for each in params], device=device),
-        top_p=torch.tensor([each.top_p for each in params], device=device),
-        top_k=torch.tensor([each.top_k for each in params], device=device),
+        row=onto(torch.tensor([root.row for root, _ in asked]), device),
+        status=onto(torch.tensor(status), device),
+        guessed=onto(torch.tensor(guessed), device),
+        start=onto(torch.tensor([root.start for root, _ in asked]), device),
+        num_committed=onto(torch.tensor(num_committed), device),
+        noise_key=onto(noise_keys([root.noise_key for root, _ in asked]), device),
+        temperature=onto(torch.tensor([each.temperature for each in params]), device),
+        top_p=onto(torch.tensor([each.top_p for each in params]), device),
+        top_k=onto(torch.tensor([each.top_k for each in params]), device),
     )
 
 
-def noise_keys(keys: Sequence[int], device: torch.device) -> Tensor:
-    """64-bit keys as int64."""
+def noise_keys(keys: Sequence[int]) -> Tensor:
+    """64-bit keys as int64, on the host."""
     wrapped = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
-    return torch.tensor(wrapped, dtype=torch.int64, device=device)
+    return torch.tensor(wrapped, dtype=torch.int64)

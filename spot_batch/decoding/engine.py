@@ -20,17 +20,18 @@ from torch import Tensor
 
 from spot_batch.decoding.budget import MOST_SLOTS, Budget, Load
 from spot_batch.decoding.drafting import Root, grow, noise_keys
-from spot_batch.decoding.latency import LatencyTable, device_clock
+from spot_batch.decoding.latency import LatencyTable, Stopwatch
 from spot_batch.decoding.memory import longest_prefix
 from spot_batch.decoding.recording import TrajectoryRecorder
 from spot_batch.decoding.stops import Decode, End, find_end
-from spot_batch.decoding.transition import Choice, Rule, States, transition
+from spot_batch.decoding.transition import Rule, States, transition
 from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore, top_log_probs
-from spot_batch.records import Begun, Completion, Request, SampleStats
+from spot_batch.records import Begun, Completion, Request, Rounds, SampleStats
 from spot_batch.targets.attention import padded_length
 from spot_batch.targets.slots import Kept, PrefixCache, SlotBatch, Target
+from spot_batch.targets.transfer import onto, to_host
 
 logger = logging.getLogger(__name__)
 
@@ -310,16 +311,16 @@ class _Plan:
         self.states.append(states)
         self.crossings.append(crossings)
 
-    def batch(self, device: torch.device) -> SlotBatch:
+    def batch(self) -> SlotBatch:
         most = max(map(len, self.sees))
         sees = [[*seen, *[-1] * (most - len(seen))] for seen in self.sees]
         return SlotBatch(
-            torch.tensor(self.ids, device=device),
-            torch.tensor(self.start, device=device),
-            torch.tensor(self.row, device=device),
-            torch.tensor(sees, device=device),
-            torch.tensor(self.store, device=device),
-            torch.tensor(self.keep, device=device),
+            torch.tensor(self.ids),
+            torch.tensor(self.start),
+            torch.tensor(self.row),
+            torch.tensor(sees),
+            torch.tensor(self.store),
+            torch.tensor(self.keep),
         )
 
 
@@ -342,7 +343,7 @@ class Engine:
     device's own if none is given. `decode` turns token ids into text;
     samples with stop strings need it. With `record_every` each completion carries one visited state
     in so many (`single` unmasking only); 0 is off. `num_steps` counts steps of draft-free decoding:
-    the progress that was made.
+    the progress that was made, and `rounds` what it was made in.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ class Engine:
             if latency is None:
                 raise ValueError("budget auto needs the device's latency table")
             self._auto = Budget(latency)
-        self._clock = clock or device_clock(target.device)
+        self._watch = Stopwatch(target.device, clock)
         self._target = target
         self._decode = decode
         self._record_every = record_every
@@ -370,6 +371,7 @@ class Engine:
         self._waiting: list[_Waiting] = []  # a heap
         self._number = count()
         self.num_steps = 0
+        self.rounds = Rounds()
         self._samples: list[_Sample] = []
         self._max_slots, self._num_rows = settings.max_slots, settings.max_sequences
         self._is_draining = False
@@ -432,11 +434,19 @@ class Engine:
             sample.num_drafted += len(drafted)
             sample.num_clean_passes += len(sample.to_store) if sample.step else 0
             sample.to_store = []
-        begin_s = self._clock()
-        hidden, kept = self._forward(plan.batch(self._target.device))
-        if self._auto is not None:
-            self._auto.observe(len(plan.ids), load.num_keys, self._clock() - begin_s)
+        num_drafted = len(plan.ids) - load.num_slots
+        self.rounds += Rounds(
+            num_rounds=1,
+            num_drafting=int(num_drafted > 0),
+            num_samples=load.num_roots,
+            num_drafted_slots=num_drafted,
+        )
+        self._watch.start()
+        hidden, kept = self._forward(plan.batch())
+        self._watch.stop()
         finished = self._walk(plan, drafts, hidden, kept)
+        if self._auto is not None:
+            self._auto.observe(len(plan.ids), load.num_keys, self._watch.seconds)
         done = [finished[sample.row] for sample in self._samples if sample.row in finished]
         self._samples = [sample for sample in self._samples if sample.row not in finished]
         return done
@@ -624,31 +634,28 @@ class Engine:
     ) -> list[_Walker]:
         """Apply the transition at each slot; returns the walkers that reached a drafted state."""
         device = self._target.device
-        slots = torch.tensor([walker.slot for walker in walkers], device=device)
-        logits = self._target.head(hidden[slots])
+        slots = torch.tensor([walker.slot for walker in walkers])
+        logits = self._target.head(hidden[onto(slots, device)])
         samples = [walker.sample for walker in walkers]
         states = States(
-            masked=torch.tensor([sample.masked for sample in samples], device=device),
-            start=torch.tensor([sample.start for sample in samples], device=device),
-            num_committed=torch.tensor([sample.num_committed for sample in samples], device=device),
-            noise_key=noise_keys([sample.request.noise_key for sample in samples], device),
-            temperature=torch.tensor(
-                [sample.request.params.temperature for sample in samples], device=device
-            ),
-            top_p=torch.tensor([sample.request.params.top_p for sample in samples], device=device),
-            top_k=torch.tensor([sample.request.params.top_k for sample in samples], device=device),
+            masked=torch.tensor([sample.masked for sample in samples]),
+            start=torch.tensor([sample.start for sample in samples]),
+            num_committed=torch.tensor([sample.num_committed for sample in samples]),
+            noise_key=noise_keys([sample.request.noise_key for sample in samples]),
+            temperature=torch.tensor([sample.request.params.temperature for sample in samples]),
+            top_p=torch.tensor([sample.request.params.top_p for sample in samples]),
+            top_k=torch.tensor([sample.request.params.top_k for sample in samples]),
         )
-        choice = transition(logits, states, rule)
-        token, commit = choice.token.tolist(), choice.commit.tolist()
+        packed = to_host(transition(logits, states, rule).packed()).tolist()
+        made = [_commits(each) for each in packed]
         if self._record_every:
-            self._record(samples, logits, states, choice)
+            self._record(samples, logits, states, made)
         going: list[_Walker] = []
         resting: list[int] = []
         drafts_next = self._drafter is not None and (self._auto is None or self._auto.wants_stale)
         for index, walker in enumerate(walkers):
-            commits = _commits(token[index], commit[index])
             was_masked = list(walker.sample.masked)
-            moved = self._advance(walker, commits, kept, finished)
+            moved = self._advance(walker, made[index], kept, finished)
             if moved is not None:
                 walker.sample.num_accepted += 1
                 going.append(moved)
@@ -656,16 +663,21 @@ class Engine:
                 walker.sample.stale_masked = was_masked if drafts_next else None
                 resting.append(index)
         if resting and drafts_next:
-            at = torch.tensor(resting, device=device)
-            rows = torch.tensor([samples[index].row for index in resting], device=device)
-            self._stale.put(rows, logits[at], states.masked[at], states.num_committed[at])
+            at = torch.tensor(resting)
+            rows = torch.tensor([samples[index].row for index in resting])
+            self._stale.put(
+                onto(rows, device),
+                logits[onto(at, device)],
+                onto(states.masked[at], device),
+                onto(states.num_committed[at], device),
+            )
         return going
 
     def _record(
-        self, samples: Sequence[_Sample], logits: Tensor, states: States, choice: Choice
+        self, samples: Sequence[_Sample], logits: Tensor, states: States, made: Sequence[Key]
     ) -> None:
-        log_prob, ids = top_log_probs(logits, states.masked, self._stale.width)
-        token, commit = choice.token.tolist(), choice.commit.tolist()
+        masked = onto(states.masked, logits.device)
+        log_prob, ids = top_log_probs(logits, masked, self._stale.width)
         for index, sample in enumerate(samples):
             if sample.recorder is None:
                 sample.recorder = TrajectoryRecorder(self._record_every)
@@ -673,7 +685,7 @@ class Engine:
                 start=sample.start,
                 num_committed=sample.num_committed,
                 masked=tuple(sample.masked),
-                commits=_commits(token[index], commit[index]),
+                commits=made[index],
                 log_prob=log_prob[index],
                 ids=ids[index],
             )
@@ -714,9 +726,9 @@ class Engine:
         return _Walker(sample, {}, {}, crossing.next_slot)
 
 
-def _commits(token: Sequence[int], commit: Sequence[bool]) -> Key:
-    """(W,) proposals and the positions to fix -> what is committed."""
-    return tuple((position, token[position]) for position, fixed in enumerate(commit) if fixed)
+def _commits(packed: Sequence[int]) -> Key:
+    """(W,) of `Choice.packed` -> what is committed."""
+    return tuple((position, each >> 1) for position, each in enumerate(packed) if each & 1)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

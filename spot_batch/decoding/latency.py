@@ -26,6 +26,7 @@ from spot_batch.drafters.stale import StaleStore
 from spot_batch.records import SamplingParams
 from spot_batch.targets.attention import padded_length
 from spot_batch.targets.slots import PrefixCache, SlotBatch, Target
+from spot_batch.targets.transfer import onto, to_host
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Slots of a forward that are measured; on a GPU also the sizes that graphs are captured for."""
@@ -208,6 +209,39 @@ def device_clock(device: torch.device) -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
+class Stopwatch:
+    """Seconds that a device took between `start` and `stop`. On a GPU nobody waits for them: read
+    them when something else has waited. `clock` is read instead if given."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or device_clock(device)
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda" and clock is None:
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
+        self._begin_s = self._end_s = 0.0
+
+    def start(self) -> None:
+        if self._events is not None:
+            self._events[0].record()
+        else:
+            self._begin_s = self._clock()
+
+    def stop(self) -> None:
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._end_s = self._clock()
+
+    @property
+    def seconds(self) -> float:
+        if self._events is not None:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        return self._end_s - self._begin_s
+
+
 def _sweeps(
     kinds: Sequence[Sequence[Callable[[], object]]],
     shares: Sequence[float],
@@ -259,9 +293,9 @@ def _forwarding(
     start = max(0, num_keys // width - 1) * width
 
     def forward(size: int) -> Callable[[], object]:
-        index = torch.arange(size, device=target.device)
-        no = torch.zeros(size, dtype=torch.bool, device=target.device)
-        ids = torch.full((size, width), target.mask_id, device=target.device)
+        index = torch.arange(size)
+        no = torch.zeros(size, dtype=torch.bool)
+        ids = torch.full((size, width), target.mask_id)
         slots = SlotBatch(
             ids, torch.full_like(index, start), index % num_rows, index[:, None], no, no
         )
@@ -271,26 +305,26 @@ def _forwarding(
 
 
 def _visiting(target: Target, sizes: Sequence[int], *, hot: bool) -> list[Callable[[], object]]:
-    width, device = target.block_length, target.device
-    no, zero = torch.zeros(1, dtype=torch.bool, device=device), torch.zeros(1, device=device).long()
-    blank = torch.full((1, width), target.mask_id, device=device)
+    width = target.block_length
+    no, zero = torch.zeros(1, dtype=torch.bool), torch.zeros(1).long()
+    blank = torch.full((1, width), target.mask_id)
     one = SlotBatch(blank, zero, zero, zero[:, None], no, no)
     rows = target.forward(one, target.allocate(1, width)).rows
     rule = Rule.of(SamplingParams(max_new_tokens=1))
 
     def visit(size: int) -> Callable[[], object]:
-        index = torch.arange(size, device=device)
+        index = torch.arange(size)
         states = States(
-            masked=torch.ones(size, width, dtype=torch.bool, device=device),
+            masked=torch.ones(size, width, dtype=torch.bool),
             start=torch.zeros_like(index),
             num_committed=torch.zeros_like(index),
             noise_key=index,
-            temperature=torch.full((size,), float(hot), device=device),
-            top_p=torch.ones(size, device=device),
+            temperature=torch.full((size,), float(hot)),
+            top_p=torch.ones(size),
             top_k=torch.zeros_like(index),
         )
-        at = torch.zeros_like(index)
-        return lambda: transition(target.head(rows[at]), states, rule).commit.tolist()
+        at = onto(torch.zeros_like(index), target.device)
+        return lambda: to_host(transition(target.head(rows[at]), states, rule).packed())
 
     return [visit(size) for size in sizes]
 

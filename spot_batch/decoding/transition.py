@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spot_batch.noise import GUMBEL_MAX, NO_STEP, at_once, gumbel, gumbel_rows
 from spot_batch.records import Confidence, NoiseKey, SamplingParams, Unmasking
+from spot_batch.targets.transfer import onto
 
 _DENSE_VOCAB = 2048
 """Up to this vocabulary whole rows of noise cost less than finding out which entries need any."""
@@ -45,7 +46,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A batch of states of any samples, on one device.
+    """A batch of states of any samples: on the host, which knows them before the target speaks.
 
     masked (n, W) bool; start (n,) absolute position of the block's first token; num_committed (n,)
     tokens generated in the block so far; noise_key (n,) 64 bits in int64; temperature (n,) float32,
@@ -86,6 +87,10 @@ class Choice:
     log_odds: Tensor
     commit: Tensor
 
+    def packed(self) -> Tensor:
+        """(n, W) int64, twice the token and 1 where it is committed: one copy to the host."""
+        return 2 * self.token + self.commit
+
 
 def transition(logits: Tensor, states: States, rule: Rule) -> Choice:
     """(n, W, V) float32 logits, ids that must not be written at -inf -> what is committed next."""
@@ -96,13 +101,14 @@ def transition(logits: Tensor, states: States, rule: Rule) -> Choice:
     log_odds = log_odds_of(logits, token)
     drawn = torch.nonzero(states.temperature > 0).squeeze(1)
     if len(drawn):
-        of_drawn = states.take(drawn)
-        sampled, odds = _sample(logits[drawn], of_drawn, rule)
+        at = onto(drawn, logits.device)
+        sampled, odds = _sample(logits[at], states.take(drawn), rule)
         token, log_odds = token.clone(), log_odds.clone()
-        token[drawn] = sampled
-        log_odds[drawn] = odds
-    log_odds = log_odds.masked_fill(~states.masked, -math.inf)
-    return Choice(token, log_odds, select(log_odds, states.masked, rule))
+        token[at] = sampled
+        log_odds[at] = odds
+    masked = onto(states.masked, logits.device)
+    log_odds = log_odds.masked_fill(~masked, -math.inf)
+    return Choice(token, log_odds, select(log_odds, masked, rule))
 
 
 def select(log_odds: Tensor, masked: Tensor, rule: Rule) -> Tensor:
@@ -148,18 +154,19 @@ def perturbed_noise_step(num_committed: Tensor, noise_key: NoiseKey) -> Tensor:
 def _sample(logits: Tensor, states: States, rule: Rule) -> tuple[Tensor, Tensor]:
     """Gumbel-max draws of the tempered and filtered distribution, and the confidence in them."""
     num_states, width, vocab_size = logits.shape
-    position = states.start[:, None] + torch.arange(width, device=logits.device)
+    device = logits.device
+    position = states.start[:, None] + torch.arange(width)
     step = perturbed_noise_step(states.num_committed, rule.noise_key)
-    rows = torch.nonzero(states.masked.flatten()).squeeze(1)
-    state_of_row = rows // width
+    row_index = torch.nonzero(states.masked.flatten()).squeeze(1)
+    of_row, rows = states.take(row_index // width), onto(row_index, device)
     flat = logits.reshape(-1, vocab_size)[rows]
-    tempered = flat / states.temperature[state_of_row, None]
-    filtered = _filter(tempered, states.top_p[state_of_row], states.top_k[state_of_row])
+    tempered = flat / onto(of_row.temperature[:, None], device)
+    filtered = _filter(tempered, of_row.top_p, of_row.top_k)
     drawn = perturbed_argmax(
         filtered,
-        key=states.noise_key[state_of_row],
-        position=position.flatten()[rows],
-        step=step[state_of_row],
+        key=onto(of_row.noise_key, device),
+        position=onto(position.flatten()[row_index], device),
+        step=onto(step[row_index // width], device),
     )
     if rule.confidence == "max":
         odds = log_odds_of(flat, flat.argmax(dim=1))
@@ -169,8 +176,8 @@ def _sample(logits: Tensor, states: States, rule: Rule) -> tuple[Tensor, Tensor]
         odds = log_odds_of(tempered, drawn)
     else:
         odds = log_odds_of(filtered, drawn)
-    token = torch.zeros(num_states * width, dtype=torch.int64, device=logits.device)
-    log_odds = torch.full((num_states * width,), -math.inf, device=logits.device)
+    token = torch.zeros(num_states * width, dtype=torch.int64, device=device)
+    log_odds = torch.full((num_states * width,), -math.inf, device=device)
     token[rows] = drawn
     log_odds[rows] = odds
     return token.view(num_states, width), log_odds.view(num_states, width)
@@ -184,7 +191,8 @@ def perturbed_argmax(scores: Tensor, *, key: Tensor, position: Tensor, step: Ten
     and all of its noise is made; but never held (architecture.md section 5).
     """
     vocab_size = scores.shape[1]
-    if vocab_size <= _DENSE_VOCAB:
+    # On a GPU the host would have to wait to learn which entries need any.
+    if vocab_size <= _DENSE_VOCAB or scores.device.type == "cuda":
         return _argmax_by_tiles(scores, key, position, step)
     winner = scores.argmax(dim=1)
     reach = scores.gather(1, winner[:, None]).squeeze(1)
@@ -232,7 +240,7 @@ def _argmax_by_tiles(scores: Tensor, key: Tensor, position: Tensor, step: Tensor
 
 
 def _filter(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """(n, V) scores with all but each row's top-k and nucleus at -inf.
+    """(n, V) scores with all but each row's top-k and nucleus at -inf; (n,) limits on the host.
 
     Ranked by score, then by id. A token is in the nucleus while the mass ranked above it is below
     top_p, the one that crosses it included; masses are integers, so they do not depend on the order
@@ -242,13 +250,14 @@ def _filter(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     on = torch.nonzero((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size))).squeeze(1)
     if not len(on):
         return scores
+    limit = onto(torch.where(top_k[on] > 0, top_k[on], vocab_size), scores.device)
+    top_p, on = onto(top_p[on], scores.device), onto(on, scores.device)
     ranked, order = scores[on].sort(dim=1, descending=True, stable=True)
-    limit = torch.where(top_k[on] > 0, top_k[on], vocab_size)
     kept = torch.arange(vocab_size, device=scores.device) < limit[:, None]
     # top-k first, then the nucleus of what is left, as the families' own samplers do.
     mass = ranked.masked_fill(~kept, -math.inf).double().softmax(dim=1).mul(_INT_ONE).long()
     above = mass.cumsum(dim=1) - mass
-    kept &= (above < (top_p[on].double() * _INT_ONE).long()[:, None]) | (top_p[on] >= 1.0)[:, None]
+    kept &= (above < (top_p.double() * _INT_ONE).long()[:, None]) | (top_p >= 1.0)[:, None]
     kept[:, 0] = True  # however small top-p is
     filtered = scores.clone()
     filtered[on] = torch.full_like(ranked, -math.inf).scatter(

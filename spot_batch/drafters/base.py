@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spot_batch.drafters.stale import Candidates, Queries, StaleStore
 from spot_batch.records import NoiseKey
+from spot_batch.targets.transfer import to_host
 
 NUM_EDGES = 6
 """Guesses made from one hypothetical state; the tree rarely has room for the less probable ones."""
@@ -26,6 +27,12 @@ class Proposals:
     position: Tensor
     token: Tensor
     weight: Tensor
+
+    def on_host(self) -> Proposals:
+        """The same on the host, in one copy."""
+        bits = self.weight.float().view(torch.int32)
+        position, token, bits = to_host(torch.stack((self.position, self.token, bits.long())))
+        return Proposals(position, token, bits.int().view(torch.float32))
 
 
 class Drafter(Protocol):

@@ -6,6 +6,7 @@ it answers with the next lease.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,17 @@ Work = tuple[Purpose, int]
 # Deaths among company before an id is run alone.
 DEATHS_IN_COMPANY = 2
 AUDIT_LEASE = 4
+# An actor holds this many times its slots, waiting ones included, so that it never starves.
+QUEUE_DEPTH = 2
+
+
+def room_for(*, held: int, max_sequences: int, rows_per_s: float | None, lease_s: float) -> int:
+    """How many more samples an actor may be lent that holds so many: no more than `lease_s` of work
+    once its speed is known, but never an empty slot."""
+    room = QUEUE_DEPTH * max_sequences - held
+    if rows_per_s is None:
+        return room
+    return min(room, max(math.ceil(rows_per_s * lease_s), max_sequences - held))
 
 
 @dataclass(slots=True)
@@ -95,6 +107,14 @@ class LeasePool:
             return None
         size = min(room, max(1, -(-self._num_unlent // (3 * num_actors))))
         return self._lend(actor, "data", self._pop_data(size))
+
+    def fill(self, actor: int, *, room: int, num_actors: int) -> list[Lease]:
+        """Leases for an actor until it has no more room or there is nothing for it."""
+        leases: list[Lease] = []
+        while (lease := self.take(actor, room=room, num_actors=num_actors)) is not None:
+            room -= len(lease.sample_ids)
+            leases.append(lease)
+        return leases
 
     def published(self, purpose: Purpose, sample_ids: Container[int]) -> None:
         """These ids are durable, whoever made them: nobody owes them any more."""

@@ -148,6 +148,14 @@ def describe_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def describe_drafting(drafted_per_round: float, drafting_share: float) -> str:
+    """What budget was in force, as in: 2.31 drafted slots a sample a round, in 84 % of rounds."""
+    return (
+        f"{drafted_per_round:.2f} drafted slots a sample a round, in {100 * drafting_share:.0f} % "
+        "of rounds"
+    )
+
+
 def describe_load(progress: LoadProgress) -> str:
     """As in: loading target 3.1 of 16.4 GB."""
     what, total = LOAD_STAGES[progress.stage], progress.num_bytes_total

@@ -279,16 +279,16 @@ def _gap(
     start = (prompt + min(at, there)) // width * width
     fixed = {prompt + place for place, (step, _) in enumerate(mine) if step < forward}
     masked = [place >= prompt and place not in fixed for place in range(start, start + width)]
-    device, params = logits.device, request.params
+    params = request.params
     key = request.noise_key - (1 << 64) if request.noise_key >= 1 << 63 else request.noise_key
     states = States(
-        masked=torch.tensor([masked], device=device),
-        start=torch.tensor([start], device=device),
-        num_committed=torch.tensor([sum(place >= start for place in fixed)], device=device),
-        noise_key=torch.tensor([key], device=device),
-        temperature=torch.tensor([params.temperature], device=device),
-        top_p=torch.tensor([params.top_p], device=device),
-        top_k=torch.tensor([params.top_k], device=device),
+        masked=torch.tensor([masked]),
+        start=torch.tensor([start]),
+        num_committed=torch.tensor([sum(place >= start for place in fixed)]),
+        noise_key=torch.tensor([key]),
+        temperature=torch.tensor([params.temperature]),
+        top_p=torch.tensor([params.top_p]),
+        top_k=torch.tensor([params.top_k]),
     )
     rule = Rule.of(params)
     choice = transition(logits, states, rule)
@@ -296,12 +296,13 @@ def _gap(
     token = int(choice.token[0, other])
     if token == given[1][there]:
         return "position", float(choice.log_odds[0, here] - choice.log_odds[0, other])
-    scores = logits[0, other, torch.tensor([token, given[1][there]], device=device)]
+    both = torch.tensor([token, given[1][there]])
+    scores = logits[0, other].cpu()[both]
     if params.temperature > 0:
         scores = scores / params.temperature + gumbel(
             states.noise_key.expand(2),
-            position=torch.full((2,), prompt + there, device=device),
+            position=torch.full((2,), prompt + there),
             step=perturbed_noise_step(states.num_committed, rule.noise_key).expand(2),
-            token=torch.tensor([token, given[1][there]], device=device),
+            token=both,
         )
     return "token", float(scores[0] - scores[1])

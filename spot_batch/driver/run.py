@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -18,7 +17,7 @@ from spot_batch.actor import ActorInfo, model_info, sample_preparer
 from spot_batch.driver.compaction import Compactor
 from spot_batch.driver.embedded import Machine, embedded_ray
 from spot_batch.driver.fleet import Answer, Failure, Fleet, Member, num_actors
-from spot_batch.driver.leases import LeasePool
+from spot_batch.driver.leases import LeasePool, room_for
 from spot_batch.driver.progress import (
     ESTIMATE_AFTER,
     Exit,
@@ -40,6 +39,7 @@ from spot_batch.records import (
     Outcome,
     Progress,
     Receipt,
+    Rounds,
     RowError,
     RunFacts,
 )
@@ -64,8 +64,6 @@ from spot_batch.targets.registry import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# An actor holds this many times its slots, waiting ones included, so that it never starves.
-QUEUE_DEPTH = 2
 POLL_S = 0.5
 HEARTBEAT_S = 1.0
 BEAT_S = 10.0
@@ -253,6 +251,7 @@ class _Run:
         )
         self._meter = Meter(published.totals)
         self._num_before = len(published.data)
+        self._rounds: dict[int, Rounds] = {}  # of each actor, also of those that died
         self._done_parts = {part.index for part in published.parts}
         self._fleet: Crew | None = None
         self._began_s = time.monotonic()
@@ -287,6 +286,7 @@ class _Run:
             self._heartbeat("running" if self._meter.has_started else "starting")
         self._heartbeat("stopping" if self._stop or self._halt else "finishing", now=True)
         for member, answer in fleet.stop(STOP_GRACE_S):
+            self._rounds[member.index] = answer.rounds
             self._record(member, answer.receipts)
         compaction.wait()
 
@@ -331,7 +331,13 @@ class _Run:
         job.reach("driver.compacted")
         check = compare_audits(job)
         job.reach("driver.checked")
-        facts = replace(self._facts, elapsed_s=round(time.monotonic() - self._began_s, 3))
+        rounds = sum(self._rounds.values(), Rounds())
+        facts = replace(
+            self._facts,
+            elapsed_s=round(time.monotonic() - self._began_s, 3),
+            drafted_per_round=round(rounds.budget, 3),
+            drafting_share=round(rounds.drafting_share, 4),
+        )
         summary = finalize(job, check=check, facts=facts)
         exit_code, message = verdict(job.spec, summary)
         return self.ended("complete", exit_code, message, summary)
@@ -368,6 +374,7 @@ class _Run:
             self._welcome(fleet, member, answer)
         else:
             member.progress = answer
+            self._rounds[member.index] = answer.rounds
             member.num_published += sum(receipt.num_rows for receipt in answer.receipts)
             self._record(member, answer.receipts)
         fleet.exchange(member, self._leases_for(member, fleet.num_wanted))
@@ -398,19 +405,13 @@ class _Run:
 
     def _leases_for(self, member: Member, num_wanted: int) -> list[Lease]:
         assert member.info is not None
-        held = member.progress.num_in_flight + member.progress.num_waiting
-        room = QUEUE_DEPTH * member.info.max_sequences - held
-        if member.num_published:
-            # No more than `lease_seconds` of work, but never an empty slot.
-            enough = math.ceil(member.rows_per_s * self._job.spec.scheduling.lease_seconds)
-            room = min(room, max(enough, member.info.max_sequences - held))
-        leases: list[Lease] = []
-        while True:
-            lease = self._pool.take(member.index, room=room, num_actors=num_wanted)
-            if lease is None:
-                return leases
-            room -= len(lease.sample_ids)
-            leases.append(lease)
+        room = room_for(
+            held=member.progress.num_in_flight + member.progress.num_waiting,
+            max_sequences=member.info.max_sequences,
+            rows_per_s=member.rows_per_s if member.num_published else None,
+            lease_s=self._job.spec.scheduling.lease_seconds,
+        )
+        return self._pool.fill(member.index, room=room, num_actors=num_wanted)
 
     def _record(self, member: Member | None, receipts: Sequence[Receipt]) -> None:
         """Published is done, whoever did it."""
@@ -543,6 +544,7 @@ class _Run:
             self._lease.beat()
         totals, fleet = self._meter.totals, self._fleet
         rows_per_s, tokens_per_s = self._meter.speeds()
+        rounds = sum(self._rounds.values(), Rounds())
         heartbeat = Heartbeat(
             state=state,
             num_samples=self._job.num_samples,
@@ -559,6 +561,8 @@ class _Run:
             accepted_per_forward=accepted_per_forward(totals),
             num_forwards_saved=totals.num_draft_free_forwards - totals.num_forwards,
             forwards_ratio=forwards_ratio(totals),
+            drafted_per_round=rounds.budget,
+            drafting_share=rounds.drafting_share,
             eta_s=self._meter.eta_s(self._job.num_samples, now_s),
             elapsed_s=now_s - self._began_s,
             exit_code=exit_code,

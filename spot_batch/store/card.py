@@ -159,6 +159,8 @@ def _run(summary: Summary) -> str:
             ("device", facts.device),
             ("actors", str(facts.num_actors)),
             ("seconds", f"{facts.elapsed_s:.1f}"),
+            ("drafted slots a sample a round", f"{facts.drafted_per_round:.2f}"),
+            ("rounds with drafts", f"{facts.drafting_share:.0%}"),
         ]
     totals = summary.totals
     rows += [

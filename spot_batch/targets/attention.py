@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from spot_batch.targets.slots import Kept, SlotBatch
+from spot_batch.targets.transfer import onto
 
 ATTENTION_NAME = "spot_slots"
 
@@ -115,9 +116,9 @@ class SlotAttention:
 
     @classmethod
     def of(cls, slots: SlotBatch, cache: KVCache) -> SlotAttention:
-        """Plan the attention of a forward over `slots`."""
-        device, width = slots.ids.device, slots.ids.shape[1]
-        offsets = torch.arange(width, device=device)
+        """Plan the attention of a forward over `slots`, on the host."""
+        device, width = cache.keys[0].device, slots.ids.shape[1]
+        offsets = torch.arange(width)
         prefix = slots.start[slots.sees[:, 0]]
         num_keys = prefix + (slots.sees >= 0).sum(1) * width
         lengths = padded_lengths(num_keys)
@@ -128,16 +129,16 @@ class SlotAttention:
             sees = slots.sees[index]
             member, place = torch.nonzero(sees >= 0, as_tuple=True)
             begin = prefix[index][member] + place * width
-            masked = torch.arange(length, device=device) >= num_keys[index][:, None]
+            masked = torch.arange(length) >= num_keys[index][:, None]
             groups.append(
                 _Group(
-                    index=index,
+                    index=onto(index, device),
                     length=length,
-                    row=slots.row[index],
-                    member=member[:, None],
-                    seen=sees[member, place],
-                    key_at=begin[:, None] + offsets,
-                    mask=masked[:, None, None, :],
+                    row=onto(slots.row[index], device),
+                    member=onto(member[:, None], device),
+                    seen=onto(sees[member, place], device),
+                    key_at=onto(begin[:, None] + offsets, device),
+                    mask=onto(masked[:, None, None, :], device),
                 )
             )
         stored = torch.nonzero(slots.store).squeeze(1)
@@ -146,10 +147,10 @@ class SlotAttention:
             cache,
             width,
             groups,
-            store_row=slots.row[stored][:, None],
-            store_at=slots.start[stored][:, None] + offsets,
-            stored=stored,
-            kept=torch.nonzero(slots.keep).squeeze(1),
+            store_row=onto(slots.row[stored][:, None], device),
+            store_at=onto(slots.start[stored][:, None] + offsets, device),
+            stored=onto(stored, device),
+            kept=onto(torch.nonzero(slots.keep).squeeze(1), device),
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

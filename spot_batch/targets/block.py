@@ -26,6 +26,7 @@ from spot_batch.targets.registry import ModelInfo, check_weights
 from spot_batch.targets.rows import RowTiles, cut_activations, proven_tiles, tile_linears
 from spot_batch.targets.shapes import num_parameters, read_sizes, tensor_shapes
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
+from spot_batch.targets.transfer import onto
 from spot_batch.targets.weights import weight_files
 
 logger = logging.getLogger(__name__)
@@ -113,9 +114,12 @@ class BlockTarget:
         num_slots, width = slots.ids.shape
         run = slots.padded(self.tiles.padded(num_slots), fill=self._mask_id)
         attention = SlotAttention.of(run, cache)
-        position = run.start[:, None] + torch.arange(width, device=self._device)
+        position = run.start[:, None] + torch.arange(width)
         rows = self.body.run(
-            self.body.network.model, run.ids.view(1, -1), position.view(1, -1), attention
+            self.body.network.model,
+            onto(run.ids.view(1, -1), self._device),
+            onto(position.view(1, -1), self._device),
+            attention,
         )
         return Hidden(rows.view(len(run), width, -1)[:num_slots], attention.kept_kv())
 

@@ -80,7 +80,7 @@ def measure_numerics(target: BlockTarget) -> Numerics:
 @torch.inference_mode()
 def _probe(target: BlockTarget) -> str:
     """A chain of blocks, the last of them a drafted one and the block behind it."""
-    width, device = target.block_length, target.device
+    width = target.block_length
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, target.vocab_size, (_PROBE_SLOTS, width), generator=generator)
     ids[-1] = target.mask_id
@@ -88,12 +88,12 @@ def _probe(target: BlockTarget) -> str:
     sees = functional.pad(index[:, None], (0, 1), value=-1)
     sees[-1] = index[-2:]
     slots = SlotBatch(
-        ids.to(device),
-        (index * width).to(device),
-        torch.zeros_like(index).to(device),
-        sees.to(device),
-        (index < _PROBE_SLOTS - 2).to(device),
-        (index == _PROBE_SLOTS - 2).to(device),
+        ids,
+        index * width,
+        torch.zeros_like(index),
+        sees,
+        index < _PROBE_SLOTS - 2,
+        index == _PROBE_SLOTS - 2,
     )
     hidden = target.forward(slots, target.allocate(1, _PROBE_SLOTS * width))
     logits = target.head(hidden.rows)

@@ -15,6 +15,8 @@ from torch.nn import functional
 class SlotBatch:
     """Slots of many samples for one forward, S of them, each W rows that stand side by side.
 
+    All of it is on the host, whatever device runs the forward: shapes follow from it.
+
     ids (S, W) int64, the mask id where masked; start (S,) absolute position of the first row, any;
     row (S,) the sample's row of the cache; sees (S, K) int64 indices of the slots whose rows this
     slot reads, itself among them, in the order of their positions, then -1; store (S,) bool, the
@@ -36,6 +38,7 @@ class SlotBatch:
 
     def __post_init__(self) -> None:
         num_slots = len(self.ids)
+        assert self.ids.device.type == "cpu", f"slots are on the host, got {self.ids.device}"
         for name in ("start", "row", "store", "keep"):
             shape = tuple(getattr(self, name).shape)
             assert shape == (num_slots,), f"{name}: want ({num_slots},), got {shape}"

@@ -341,12 +341,21 @@ def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(
 ) -> None:
     job, _ = begin(tmp_path / "out", load_spec(None, {"input.source": str(rows)}))
     loading = ActorLoading(1, LoadProgress("loading", 3_140_000_000, 16_381_470_720))
-    heartbeat = Heartbeat(state="starting", num_samples=5, num_durable=0, loading=(loading,))
+    heartbeat = Heartbeat(
+        state="starting",
+        num_samples=5,
+        num_durable=0,
+        loading=(loading,),
+        drafted_per_round=2.314,
+        drafting_share=0.84,
+    )
     with acquire_driver_lease(job):
         write_heartbeat(job, heartbeat)
         shown = Done(["status", job.root]).shown
         document = json.loads(Done(["status", job.root, "--json"]).shown)
     assert "actor 1   loading target 3.1 of 16.4 GB" in shown
+    assert "2.31 drafted slots a sample a round, in 84 % of rounds; budget auto" in shown
+    assert document["drafting_share"] == 0.84
     assert document["loading"] == [
         {
             "actor": 1,

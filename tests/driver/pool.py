@@ -30,6 +30,7 @@ from spot_batch.records import (
     Lease,
     Progress,
     Request,
+    Rounds,
     RunFacts,
     SampleStats,
 )
@@ -106,6 +107,10 @@ class StandIn:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting)
+
+    @property
+    def rounds(self) -> Rounds:
+        return Rounds()
 
     def begun(self) -> dict[int, Begun]:
         """The first half of the answer; what is begun is checked when it is answered."""

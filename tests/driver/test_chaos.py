@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from spot_batch.driver import run as driver_run
+from spot_batch.driver import leases as driver_leases
 from spot_batch.driver.plan import plan_job
 from spot_batch.driver.progress import Exit
 from spot_batch.store import JobDirectory, publish_segment, scan
@@ -178,12 +178,12 @@ def test_other_actors_and_leases_between_runs_change_no_byte(
 ) -> None:
     root = copied(fresh, tmp_path)
     for number, (num_actors, depth) in enumerate([(1, 1), (3, 5)]):
-        monkeypatch.setattr(driver_run, "QUEUE_DEPTH", depth)
+        monkeypatch.setattr(driver_leases, "QUEUE_DEPTH", depth)
         kill = KillAt("driver.recorded", 4, tmp_path / f"spent-{number}")
         assert drive(root, num_actors=num_actors, driver=kill) == -signal.SIGKILL
         tally.counts.update(runs=1, kills=1)
     assert 0 < len(scan(JobDirectory.open(root)).data) < 2 * NUM_ROWS
-    monkeypatch.setattr(driver_run, "QUEUE_DEPTH", 2)
+    monkeypatch.setattr(driver_leases, "QUEUE_DEPTH", 2)
     assert drive(root, num_actors=2) == Exit.COMPLETE
     tally.counts["runs"] += 1
     tally.compare(root, undisturbed[0])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_batch.driver.leases import LeasePool
+from spot_batch.driver.leases import LeasePool, room_for
 from spot_batch.records import Lease, Purpose
 
 ROOM = 32
@@ -34,6 +34,19 @@ def test_every_id_is_lent_once_and_in_order() -> None:
     assert ids_of(leases, "data") == [*range(0, 50), *range(70, 100)]
     assert ids_of(leases, "audit") == [3, 71]
     assert pool.done
+
+
+def test_an_actor_is_lent_two_batches_or_so_much_time_but_never_an_empty_slot() -> None:
+    def room(held: int, rows_per_s: float | None) -> int:
+        return room_for(held=held, max_sequences=8, rows_per_s=rows_per_s, lease_s=30.0)
+
+    assert room(0, None) == 16
+    assert room(10, 100.0) == 6
+    assert room(0, 0.3) == 9
+    assert room(2, 0.01) == 6
+    pool = LeasePool(pending=[range(40)])
+    assert sum(len(each.sample_ids) for each in pool.fill(0, room=13, num_actors=1)) == 13
+    assert pool.num_lent == 13
 
 
 def test_leases_shrink_toward_the_end() -> None:

@@ -6,11 +6,12 @@ from spot_batch.driver.progress import (
     LOADS_SHOWN,
     Meter,
     describe,
+    describe_drafting,
     describe_load,
     describe_loads,
     describe_seconds,
 )
-from spot_batch.records import ActorLoading, Heartbeat, LoadProgress, Receipt, SampleStats
+from spot_batch.records import ActorLoading, Heartbeat, LoadProgress, Receipt, Rounds, SampleStats
 from spot_batch.store import Totals
 
 
@@ -81,6 +82,16 @@ def test_the_line_of_a_job_at_rest_leaves_out_what_only_a_running_one_has() -> N
     )
     stopped = dataclasses.replace(ended, state="stopped", tokens_per_s=12.0)
     assert "12 tokens/s" in describe(stopped)
+
+
+def test_drafting_is_said_by_sample_and_round() -> None:
+    one = Rounds(num_rounds=4, num_drafting=3, num_samples=8, num_drafted_slots=12)
+    both = one + Rounds(num_rounds=6, num_samples=4)
+    assert (both.budget, both.drafting_share) == (1.0, 0.3)
+    assert describe_drafting(both.budget, both.drafting_share) == (
+        "1.00 drafted slots a sample a round, in 30 % of rounds"
+    )
+    assert (Rounds().budget, Rounds().drafting_share) == (0.0, 0.0)
 
 
 def test_a_load_is_said_in_bytes_where_it_has_any() -> None:

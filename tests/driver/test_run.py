@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -67,6 +68,9 @@ def test_a_job_ends_with_every_row_in_order_and_checked(undisturbed: Path) -> No
     summary = job.summary_path.read_text()
     assert '"num_compared": 4' in summary
     assert '"num_differed": 0' in summary
+    facts = json.loads(summary)["facts"]
+    assert 0 < facts["drafted_per_round"] <= 4, "audits are not drafted"
+    assert 0 < facts["drafting_share"] <= 1
     assert len(set(actor_pids(undisturbed))) == 2
 
 

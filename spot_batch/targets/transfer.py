@@ -1,0 +1,19 @@
+"""Between host and device. What decides shapes and indices stays on the host, so that a round waits
+for the device once: where it reads what was committed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def onto(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for what the device does; itself on a CPU."""
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """What the host decides on next: waits until the device has come so far."""
+    return tensor.cpu()
