@@ -366,7 +366,7 @@ class Engine:
         self._target = target
         self._decode = decode
         self._record_every = record_every
-        self._drafter = drafter
+        self._drafter = drafter if settings.budget else None
         self._settings = settings
         self._waiting: list[_Waiting] = []  # a heap
         self._number = count()
@@ -516,7 +516,7 @@ class Engine:
 
     def _draft(self, load: Load) -> dict[int, _Draft]:
         """By row, the drafts of the samples that have stale distributions and may be drafted."""
-        if self._drafter is None or not self._settings.budget:
+        if self._drafter is None:
             return {}
         if self._auto is not None and not self._auto.begin(load):
             return {}

@@ -6,6 +6,7 @@ import pytest
 
 from spot_batch.decoding import Engine, EngineSettings
 from spot_batch.drafters.ranking import RankingDrafter
+from spot_batch.drafters.stale import StaleStore
 from tests.exact.harness import mixed_requests
 from tests.exact.mock_target import IntegerTarget
 from tests.slots import NUM_LETTERS
@@ -29,3 +30,14 @@ def test_rounds_count_samples_and_the_slots_of_drafts(budget: int) -> None:
         assert 0 < rounds.drafting_share <= 1
     else:
         assert rounds.budget == rounds.drafting_share == 0
+
+
+def test_without_a_budget_nothing_is_kept_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = []
+    monkeypatch.setattr(StaleStore, "put", lambda *given: put.append(given))
+    for drafter, budget in ((RankingDrafter(), 0), (None, 4), (RankingDrafter(), 4)):
+        target = IntegerTarget(block_length=4, seed=5, vocab_size=NUM_LETTERS + 4)
+        engine = Engine(target, drafter, EngineSettings(max_sequences=3, budget=budget))
+        engine.add(mixed_requests(num=1, max_new_tokens=6, lengths=(0,))[0])
+        engine.step()
+        assert bool(put) == (drafter is not None and budget > 0)

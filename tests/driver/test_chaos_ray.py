@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -11,18 +12,22 @@ from pathlib import Path
 import pytest
 
 from spot_batch.actor import Actor
+from spot_batch.driver import fleet
 from spot_batch.driver.fleet import RemoteActor
 from spot_batch.driver.progress import Exit, Silent
 from spot_batch.driver.run import run_job
 from spot_batch.records import LoadReport
 from spot_batch.store import JobDirectory, acquire_driver_lease
 from tests.driver.jobs import group_of
-from tests.driver.pool import FACTS, FORK, KillAt, drive, load_stand_in, nothing, wait_gone
+from tests.driver.pool import FACTS, KillAt, drive, load_stand_in, nothing, wait_gone
 from tests.driver.test_chaos import Tally, copied, fresh, told, undisturbed
 
 __all__ = ["fresh", "told", "undisturbed"]  # fixtures
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.timeout(300)]
+
+# Not forked: gRPC does not outlive a fork of a process that has used Ray itself, as tests do.
+SPAWN = multiprocessing.get_context("spawn")
 
 STEP_FILE = "kill-step"  # beside the job: what an actor on Ray is told of it
 
@@ -46,6 +51,7 @@ def tally() -> Tally:
 
 def _drive_on_ray(root: Path, reach: Callable[[str], None]) -> None:
     os.setsid()
+    fleet.RemoteActor = KilledRemote  # type: ignore[misc]
     job = JobDirectory.open(root, reach=reach)
     with acquire_driver_lease(job) as lease:
         result = run_job(job, FACTS, Silent(), lease=lease)
@@ -70,17 +76,15 @@ def test_a_kill_on_ray_changes_no_byte(
     undisturbed: tuple[Path, Path, Path],
     tmp_path: Path,
     tally: Tally,
-    monkeypatch: pytest.MonkeyPatch,
     role: str,
     step: str,
     nth: int,
 ) -> None:
-    monkeypatch.setattr("spot_batch.driver.fleet.RemoteActor", KilledRemote)
     root = copied(fresh, tmp_path)
     if role == "actor":
         (tmp_path / STEP_FILE).write_text(f"{step} {nth}")
     kill = KillAt(step, nth, tmp_path / "spent") if role == "driver" else nothing
-    process = FORK.Process(target=_drive_on_ray, args=(root, kill))
+    process = SPAWN.Process(target=_drive_on_ray, args=(root, kill))
     process.start()
     code = wait_gone(process, 250)
     assert (tmp_path / "spent").exists(), "nobody was killed"
