@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.attention import KVCache, SlotAttention
 from spot_batch.targets.body import HEAD, Body
+from spot_batch.targets.buckets import BucketRunner, lengths_agree
 from spot_batch.targets.dtypes import choose_dtype
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.experts import TILE_ROWS, tile_experts
@@ -72,6 +74,7 @@ class BlockTarget:
                 for expert in experts:
                     cut_activations(expert, TILE_ROWS)
                 cut_activations(network.model, info.block_length)
+        self.buckets = self._bucket_runner() if self._device.type == "cuda" else None
 
     @property
     def block_length(self) -> int:
@@ -111,6 +114,9 @@ class BlockTarget:
     def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
         """One forward over the slots; see `SlotBatch` for what each of them sees."""
         assert isinstance(cache, KVCache), type(cache)
+        hidden = self.buckets.forward(slots, cache) if self.buckets is not None else None
+        if hidden is not None:
+            return hidden
         num_slots, width = slots.ids.shape
         run = slots.padded(self.tiles.padded(num_slots), fill=self._mask_id)
         attention = SlotAttention.of(run, cache)
@@ -122,6 +128,23 @@ class BlockTarget:
             attention,
         )
         return Hidden(rows.view(len(run), width, -1)[:num_slots], attention.kept_kv())
+
+    def use_buckets(self) -> None:
+        """Run forwards in buckets on a CPU too, where that only costs time: for tests."""
+        self.buckets = self._bucket_runner()
+
+    def _bucket_runner(self) -> BucketRunner:
+        any_length = self.tiles.sizes is None or lengths_agree(
+            self.body.sizes, width=self._block_length, dtype=self._dtype, device=self._device
+        )
+        return BucketRunner(
+            partial(self.body.run, self.body.network.model),
+            self.tiles,
+            width=self._block_length,
+            mask_id=self._mask_id,
+            device=self._device,
+            any_length=any_length,
+        )
 
     @torch.inference_mode()
     def head(self, rows: Tensor) -> Tensor:
