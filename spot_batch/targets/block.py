@@ -186,11 +186,36 @@ def load_target(
     device = torch.device(device)
     file = info.path / "config.json"
     body = meta_body(
-        read_json(file), info.family, where=f"{file}", dtype=_dtype(dtype, device, info)
+        read_json(file), info.family, where=f"{file}", dtype=dtype_on(device, info, wanted=dtype)
     )
     check_weights(info)
     body.materialise(device)
     _read_weights(body, info.path, report)
+    return BlockTarget(body, info, canonical=canonical)
+
+
+def random_target(
+    info: ModelInfo,
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    canonical: bool = True,
+) -> BlockTarget:
+    """A body of a config's shape with random weights, made on the device: to time, not to read."""
+    device = torch.device(device)
+    body = meta_body(
+        config, info.family, where=info.name, dtype=dtype_on(device, info, wanted=dtype)
+    )
+    body.materialise(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in body.published().values():
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    if body.sizes.is_tied:
+        body.tie_head()
     return BlockTarget(body, info, canonical=canonical)
 
 
@@ -227,7 +252,8 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         raise ModelError(f"{name} is not finite in {dtype}: the file is damaged{wider}")
 
 
-def _dtype(wanted: str, device: torch.device, info: ModelInfo) -> torch.dtype:
+def dtype_on(device: torch.device, info: ModelInfo, *, wanted: str = "auto") -> torch.dtype:
+    """What a target's body is loaded in. Raises ModelError as `choose_dtype` does."""
     on_gpu = device.type == "cuda"
     choice = choose_dtype(
         wanted,
