@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.attention import KVCache, SlotAttention
@@ -25,7 +25,14 @@ from spot_batch.targets.files import read_json
 from spot_batch.targets.llada2 import llada2_body
 from spot_batch.targets.qwen3 import qwen3_body, qwen3_moe_body
 from spot_batch.targets.registry import ModelInfo, check_weights
-from spot_batch.targets.rows import RowTiles, cut_activations, proven_tiles, tile_linears
+from spot_batch.targets.rows import (
+    TILE_SIZES,
+    RowTiles,
+    TiledLinear,
+    cut_activations,
+    proven_tiles,
+    tile_linears,
+)
 from spot_batch.targets.shapes import num_parameters, read_sizes, tensor_shapes
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
 from spot_batch.targets.transfer import onto
@@ -39,6 +46,10 @@ BODIES: Mapping[str, Callable[..., Body]] = {
     "llada2": llada2_body,
 }
 """The network of each family, by the family's name."""
+
+
+_HEAD_ROWS = 256
+"""Of a call of the head at most: from there on its products take longer than its weights."""
 
 
 class BlockTarget:
@@ -64,9 +75,11 @@ class BlockTarget:
         self._forbidden = forbidden
         self.tiles = RowTiles(info.block_length, None)
         self.expert_tiles = RowTiles(TILE_ROWS, None)
+        self.head_tiles = RowTiles(info.block_length, None)
         linears = tile_linears(network.model, self.tiles)
         if canonical:
             self.tiles.sizes = proven_tiles(linears, info.block_length)
+            self.head_tiles.sizes = self._proven_head_tiles()
             experts = tile_experts(network.model, self.expert_tiles)
             if experts:
                 self.expert_tiles.sizes = proven_tiles(experts[0].linears(), TILE_ROWS)
@@ -148,12 +161,29 @@ class BlockTarget:
 
     @torch.inference_mode()
     def head(self, rows: Tensor) -> Tensor:
-        """(n, W, d) hidden rows -> (n, W, V) float32 logits; W rows a call, whatever n."""
+        """(n, W, d) hidden rows -> (n, W, V) float32 logits; a state's do not depend on n."""
         num_states, width, _ = rows.shape
-        logits = torch.empty(num_states, width, self._vocab_size, device=rows.device)
-        for index, state in enumerate(rows.float()):
-            torch.addmm(self._forbidden, state, self._head_weight.t(), out=logits[index])
-        return logits
+        flat, weight = rows.float().flatten(0, 1), self._head_weight.t()
+        logits = torch.empty(len(flat), self._vocab_size, device=rows.device)
+        done = 0
+        for count in self.head_tiles.plan(len(flat)):
+            tile = slice(done, done + count)
+            torch.addmm(self._forbidden, flat[tile], weight, out=logits[tile])
+            done += count
+        return logits.view(num_states, width, -1)
+
+    def _proven_head_tiles(self) -> tuple[int, ...]:
+        """Sizes at which the head has the bits that it has of one state alone.
+
+        With few rows a call it costs what reading its weights does, which many rows share.
+        """
+        sizes = [1, *(size for size in TILE_SIZES[1:] if size * self._block_length <= _HEAD_ROWS)]
+        linear = nn.Linear(self._head_weight.shape[1], self._vocab_size, device="meta")
+        linear.weight = nn.Parameter(self._head_weight, requires_grad=False)
+        linear.bias = nn.Parameter(self._forbidden, requires_grad=False)
+        return proven_tiles(
+            [TiledLinear(linear, self.head_tiles)], self._block_length, sizes=sizes, anchor=1
+        )
 
 
 def meta_body(
