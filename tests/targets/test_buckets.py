@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,13 +26,13 @@ ROWS = 4
 FAR = 160
 """Positions stored in the last row, so that its keys are of another padded length."""
 
-Make = Callable[[], BlockTarget]
+Make = Callable[..., BlockTarget]
 
 
 @pytest.fixture(scope="module", params=["sdar", "sdar-moe", "llada2"])
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny") / "model", request.param)
-    return lambda: load_target(resolve_model(str(folder)))
+    return partial(load_target, resolve_model(str(folder)))
 
 
 def prefixes(target: BlockTarget) -> tuple[int, ...]:
@@ -257,3 +258,23 @@ def test_a_captured_forward_would_wait_for_nothing(
     rows = target.forward(slots, cache).rows
     assert isinstance(rows, OnDevice)
     assert not OnDevice.waits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_leave_the_same_bits_at_every_replay_over_every_cache(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, captured = make(device="cuda", dtype="bfloat16"), make(device="cuda", dtype="bfloat16")
+    plain.buckets = None
+    assert captured.buckets is not None
+    caches = [cache_of(captured) for _ in range(2)]
+    for number in range(4):
+        slots = company(plain, long=number % 2 == 1, drafted=True, store=True)
+        for cache in caches:
+            assert_same(plain, captured, slots)
+            expected = plain.forward(slots, cache).rows.clone()
+            assert bits_equal(captured.forward(slots, cache).rows, expected)
+        if number == 1:
+            caches[0].resize(ROWS + 1, 1280)
+    assert "cannot be captured" not in caplog.text
