@@ -48,6 +48,7 @@ from spot_batch.store import JobDirectory, publish_segment
 from spot_batch.store.checkpoints import Checkpoints
 from spot_batch.store.files import Reach, unhindered
 from spot_batch.targets.registry import ModelInfo, load_tokenizer, resolve_model
+from spot_batch.targets.transfer import choose_device
 
 if TYPE_CHECKING:
     from spot_batch.targets.block import BlockTarget
@@ -141,7 +142,7 @@ class Actor:
         self._name = f"actor-{index}"
         spec = self._job.spec
         torch.set_num_threads(spec.resources.num_threads)
-        where = torch.device(_device(device))
+        where = choose_device(device)
         loaded = load(self._job, where) if load else load_engine(self._job, where, report)
         self._text = loaded.text
         self._engine = loaded.engine
@@ -502,9 +503,3 @@ def sample_preparer(
         stop_ids=info.stop_ids,
         confidence=info.family.confidence,
     )
-
-
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"

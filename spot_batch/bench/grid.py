@@ -74,6 +74,7 @@ class NfeBenchmark:
                     make_drafter(cell, order=order, fitted_to=fit, samples=samples),
                     prompts=self.digests[cell.task],
                     live_on=target if self.runs_live(cell) else None,
+                    device=target.device,
                 )
 
         return of_recording

@@ -26,6 +26,7 @@ from spot_batch.drafters.spiffy import SpiffyDrafter, SpiffyGraph
 from spot_batch.records import Completion, Request, SamplingParams
 from spot_batch.targets.block import BlockTarget
 from spot_batch.targets.registry import ModelInfo
+from spot_batch.targets.transfer import CPU
 from spot_batch.training.graphs import Counted, count_formulas, fit_graph, fit_sharpness
 from spot_batch.training.trajectories import Trajectories
 
@@ -263,10 +264,12 @@ def measure(
     *,
     prompts: str,
     live_on: BlockTarget | None = None,
+    device: torch.device = CPU,
 ) -> NfeRow:
-    """One cell, replayed; run on a target as well where one is given."""
+    """One cell, replayed with a drafter on `device`; run on a target there as well where one is
+    given."""
     gamma = GAMMA if cell.method == "spot-gamma" else 0.0
-    found = replay(samples, drafter, budget=cell.budget, gamma=gamma)
+    found = replay(samples, drafter, budget=cell.budget, gamma=gamma, device=device)
     base = np.array([sample.num_commits for sample in samples])
     forwards = np.array([one.num_forwards for one in found])
     low, high = ratio_interval(base, forwards)

@@ -21,6 +21,7 @@ from spot_batch.bench.replay import RecordedSample, replay
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.oracles import OracleDrafter, OracleKind
 from spot_batch.targets.registry import ModelInfo
+from spot_batch.targets.transfer import CPU
 from spot_batch.training.graphs import fit_sharpness
 from spot_batch.training.queries import make_examples
 
@@ -117,7 +118,9 @@ class OrderBenchmark:
                     seed=cell.seed,
                     prompts=self.digests[cell.task],
                     blocks=tuple(order_by_block(samples, info)),
-                    oracles=tuple(worth_of_knowing(samples, info, self.budgets, drafter)),
+                    oracles=tuple(
+                        worth_of_knowing(samples, info, self.budgets, drafter, device=target.device)
+                    ),
                 )
 
         return recorded
@@ -164,6 +167,8 @@ def worth_of_knowing(
     info: ModelInfo,
     budgets: Sequence[int],
     drafter: Drafter | None = None,
+    *,
+    device: torch.device = CPU,
 ) -> list[OracleRow]:
     """What each oracle, and a drafter that knows nothing, saves at each budget."""
     sharpness = fit_sharpness(as_trajectories(samples, info))
@@ -177,7 +182,7 @@ def worth_of_knowing(
     rows = []
     for budget in budgets:
         for kind, one in asked.items():
-            found = replay(samples, one, budget=budget)
+            found = replay(samples, one, budget=budget, device=device)
             ratio = base / sum(each.num_forwards for each in found)
             rows.append(OracleRow(knows=kind, budget=budget, nfe_ratio=ratio))
     return rows

@@ -17,6 +17,7 @@ from spot_batch.decoding.tree import ROOT, DraftTree, Key
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.stale import StaleStore
 from spot_batch.records import Completion, Request, VisitedState
+from spot_batch.targets.transfer import CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +138,16 @@ def replay(
     gamma: float = 0.0,
     crossing: bool = True,
     in_flight: int = 64,
+    device: torch.device = CPU,
 ) -> list[Replayed]:
-    """The forwards that a drafter would have needed for each sample, as the engine counts them."""
+    """The forwards that a drafter would have needed for each sample, as the engine counts them.
+
+    `device`: the drafter's.
+    """
     results: list[Replayed] = []
     for at in range(0, len(samples), in_flight):
-        results += _replay(samples[at : at + in_flight], drafter, budget, gamma, crossing=crossing)
+        some = samples[at : at + in_flight]
+        results += _replay(some, drafter, budget, gamma, crossing=crossing, device=device)
     return results
 
 
@@ -153,10 +159,11 @@ def _replay(
     gamma: float,
     *,
     crossing: bool,
+    device: torch.device,
 ) -> list[Replayed]:
     width = len(samples[0].blocks[0].masked)
     entries = [len(s.ids) // width for one in samples for b in one.blocks for s in b.states]
-    stale = StaleStore(len(samples), width, max(entries, default=1), torch.device("cpu"))
+    stale = StaleStore(len(samples), width, max(entries, default=1), device)
     cursors = [_Cursor(sample, row, Replayed()) for row, sample in enumerate(samples)]
     going = list(cursors)
     while going:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from spot_batch.bench.loading import Models
@@ -42,14 +41,27 @@ _LATENCY_S = 12.0  # that measuring a latency table may take
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to draft."""
+
+    budget: int | Literal["auto"]
+    gamma: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.budget}, gamma {self.gamma:g}" if self.gamma else f"{self.budget}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputRow:
     """One way to decode at one number of samples in flight.
 
     `ratio_to_draft_free`: rows a second against the fastest draft-free build; `low` and `high` are
     the ends of its 95 % interval over passes. `ratio_to_canonical`: against draft-free decoding
-    under the same numerics. `host_share`: of the round, neither forward nor head nor drafter; not
-    known of the plain loop.
+    under the same numerics. `slots_per_s`: that forwards ran over, drafted ones and clean passes
+    included; `host_share`: of the round, neither forward nor head nor drafter; neither is known of
+    the plain loop.
     """
 
     sequences: int
@@ -60,6 +72,7 @@ class ThroughputRow:
     low: float
     high: float
     ratio_to_canonical: float
+    slots_per_s: float | None
     host_share: float | None
     drafted_per_forward: float
     steps_per_forward: float
@@ -87,7 +100,7 @@ class ThroughputBenchmark:
     models: Models
     questions: Sequence[str]
     params: SamplingParams
-    budgets: Sequence[int | Literal["auto"]]
+    ways: Sequence[Way]
     latency: LatencyTable | None
     max_slots: int
     num_passes: int
@@ -114,7 +127,7 @@ class ThroughputBenchmark:
                 latency,
                 requests,
                 sequences=first.sequences,
-                budgets=self.budgets,
+                ways=self.ways,
                 num_passes=self.num_passes,
                 turn_s=self.turn_s,
                 plain=plain,
@@ -240,7 +253,7 @@ def measure_throughput(
     requests: Sequence[Request],
     *,
     sequences: int,
-    budgets: Sequence[int | Literal["auto"]],
+    ways: Sequence[Way],
     num_passes: int,
     turn_s: float = 1.0,
     plain: PlainLoop | None = None,
@@ -250,24 +263,23 @@ def measure_throughput(
     for the plain loop, which takes its turns in the first `num_plain_passes` passes."""
     clock = device_clock(canonical.device)
 
-    def contender(
-        name: str, target: BlockTarget, proposer: Drafter | None, budget: int | Literal["auto"]
-    ) -> _Contender:
+    def contender(name: str, target: BlockTarget, proposer: Drafter | None, way: Way) -> _Contender:
         timed = _TimedTarget(target, clock)
         asked = _TimedDrafter(proposer, clock) if proposer is not None else None
-        settings = EngineSettings(max_sequences=sequences, budget=budget)
+        settings = EngineSettings(max_sequences=sequences, budget=way.budget, gamma=way.gamma)
         engine = Engine(timed, asked, settings, latency=latency)
         return _Contender(name, engine, timed, asked, requests)
 
     contenders = [
-        contender(BASELINE, fast, None, 0),
-        contender(CANONICAL, canonical, None, 0),
-        *(contender(f"{budget}", canonical, drafter, budget) for budget in budgets),
+        contender(BASELINE, fast, None, Way(0)),
+        contender(CANONICAL, canonical, None, Way(0)),
+        *(contender(way.name, canonical, drafter, way) for way in ways),
     ]
     for each in contenders:  # out of step with one another, as samples of a job are
         each.turn(sequences, turn_s)
         each.speeds.clear()
         each.seconds = each.target.seconds = 0.0
+        each.target.num_slots = 0
         if each.drafter is not None:
             each.drafter.seconds = 0.0
     beside = None if plain is None else _Plain(plain, clock, requests)
@@ -298,6 +310,7 @@ def _row(
         low=low,
         high=high,
         ratio_to_canonical=mean_ratio(one.speeds, canonical.speeds)[0],
+        slots_per_s=one.target.num_slots / one.seconds,
         host_share=1.0 - device_s / one.seconds,
         drafted_per_forward=one.num_drafted / max(1, one.num_forwards),
         steps_per_forward=one.engine.num_steps / one.num_sample_rounds,
@@ -329,6 +342,7 @@ def _plain_row(
         low=low,
         high=high,
         ratio_to_canonical=ratio_to(canonical)[0],
+        slots_per_s=None,
         host_share=None,
         drafted_per_forward=0.0,
         steps_per_forward=1.0,
@@ -345,10 +359,3 @@ def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, f
     student = _STUDENT[min(len(logs) - 2, len(_STUDENT) - 1)]
     spread = student * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)
-
-
-def device_name(device: torch.device) -> str:
-    """What the figures are of."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"

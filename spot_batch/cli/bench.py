@@ -13,6 +13,7 @@ import typer
 from spot_batch.cli.app import app, numbers, speaking_plainly
 from spot_batch.cli.measuring import (
     Address,
+    Device,
     DrafterOption,
     Dtype,
     Inputs,
@@ -62,6 +63,7 @@ def exact(
     crossing: Annotated[str, typer.Option(help="on, off, or both.")] = "on",
     max_new_tokens: Length = 64,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     threads: Threads = 1,
     out: Out = None,
     address: Address = None,
@@ -89,7 +91,7 @@ def exact(
         for kind, heat, seed in product(kinds, temperatures_of(temperatures), seeds_of(seeds))
     ]
     check_writable(json_file, "--json")
-    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models = find_models(model, drafter, dtype=dtype, threads=threads, device=device)
     models.some_drafter()
     questions = read_questions(inputs, limit=limit)
     _say(models, f"{len(questions)} prompts")
@@ -103,7 +105,7 @@ def exact(
     benchmark = ExactBenchmark(
         models=models, questions=questions, draftings=draftings, max_new_tokens=max_new_tokens
     )
-    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, models)):
         typer.echo(
             f"{row.cell}: {row.num_differ} of {row.num_compared} differ, {row.nfe_ratio:.2f}x "
             f"fewer forwards ({row.nfe:.1f} against {row.draft_free_nfe:.1f})"
@@ -144,7 +146,12 @@ def latency(
     numerics: Annotated[str, typer.Option(help="canonical or fast.")] = "canonical",
     max_slots: Annotated[int, typer.Option(help="The largest forward.")] = 64,
     seconds: Annotated[float, typer.Option(help="Time to measure in.")] = 20.0,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Only the model's shape counts; nothing is fetched."),
+    ] = False,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     threads: Threads = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> int:
@@ -159,7 +166,14 @@ def latency(
     from spot_batch.bench.loading import find_models
     from spot_batch.decoding import measure_latency
 
-    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models = find_models(
+        model,
+        drafter,
+        dtype=dtype,
+        threads=threads,
+        device=device,
+        random_weights=random_weights,
+    )
     target = models.target(canonical=numerics == "canonical")
     _say(models)
     table = measure_latency(target, models.drafter(), max_slots=max_slots, at_most_s=seconds)
@@ -177,6 +191,7 @@ def throughput(
     drafter: DrafterOption = "auto",
     sequences: Sequences = "1,2,4,8,16,64",
     budgets: Annotated[str, typer.Option(help="Drafted slots a sample, or auto.")] = "0,2,8,auto",
+    gammas: Annotated[str, typer.Option(help="Mass floors, each at the largest budget.")] = "",
     unmasking: Unmask = "single",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seeds: Seeds = "0",
@@ -188,6 +203,7 @@ def throughput(
     turn_seconds: Annotated[float, typer.Option(help="Length of a turn, in seconds.")] = 1.0,
     limit: Limit = 200,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     threads: Threads = 1,
     table: Annotated[Path | None, typer.Option(help="A latency table; else measured.")] = None,
     out: Out = None,
@@ -196,6 +212,10 @@ def throughput(
     """Rows a second of each budget against the fastest draft-free build, turn by turn."""
     wanted = list(dict.fromkeys(_budget(text) for text in budgets.split(",")))
     flights, numbered = numbers(sequences, int, "sequences", least=1), seeds_of(seeds)
+    floors = numbers(gammas, float, "gammas", least=0.0, most=1.0, may_be_empty=True)
+    largest = max((each for each in wanted if each != "auto"), default=0)
+    if floors and not largest:
+        raise ValueError(f"--gammas wants a fixed budget in --budgets, got {budgets!r}")
     _check_unmasking(unmasking)
     if passes < 2:
         raise ValueError(f"--passes must be at least 2, got {passes}")
@@ -204,11 +224,10 @@ def throughput(
     if not turn_seconds > 0.0:
         raise ValueError(f"--turn-seconds must be above 0, got {turn_seconds}")
     check_writable(json_file, "--json")
-    import torch
     import transformers
 
     from spot_batch.bench.cells import Kept, digest_of, digest_of_files, run_cells
-    from spot_batch.bench.loading import find_models
+    from spot_batch.bench.loading import device_name, find_models
     from spot_batch.bench.plain import FAMILY
     from spot_batch.bench.prompts import read_questions
     from spot_batch.bench.throughput import (
@@ -218,11 +237,12 @@ def throughput(
         ThroughputBenchmark,
         ThroughputCell,
         ThroughputRow,
-        device_name,
+        Way,
     )
 
+    ways = [*map(Way, wanted), *(Way(largest, floor) for floor in floors if floor)]
     costs = _table(table) if table is not None else None
-    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models = find_models(model, drafter, dtype=dtype, threads=threads, device=device)
     models.some_drafter()
     questions = read_questions(inputs, limit=limit)
     _say(models, f"{len(questions)} prompts")
@@ -232,7 +252,7 @@ def throughput(
     facts = {
         "command": "bench throughput",
         **models.facts(),
-        "device": device_name(torch.device("cpu")),
+        "device": device_name(models.device),
         "prompts": digest_of(questions),
         "unmasking": unmasking,
         "temperature": temperature,
@@ -241,21 +261,21 @@ def throughput(
         "plain_passes": plain_passes,
         "turn_seconds": turn_seconds,
         "latency": digest_of_files(table) if table is not None else "measured",
-        "budgets": [str(each) for each in wanted],
+        "budgets": [way.name for way in ways],
     }
     kept = Kept(out, ThroughputRow, facts)
     benchmark = ThroughputBenchmark(
         models=models,
         questions=questions,
         params=params,
-        budgets=wanted,
+        ways=ways,
         latency=costs,
         max_slots=4 * max(flights),
         num_passes=passes,
         num_plain_passes=plain_passes if has_plain else 0,
         turn_s=turn_seconds,
     )
-    names = [BASELINE, CANONICAL, *map(str, wanted), *([PLAIN] if has_plain else [])]
+    names = [BASELINE, CANONICAL, *(way.name for way in ways), *([PLAIN] if has_plain else [])]
     groups = [
         [ThroughputCell(number, seed, name) for name in names]
         for number, seed in product(flights, numbered)
@@ -292,6 +312,7 @@ def simulate(
     rounds: Annotated[int, typer.Option(help="Rounds of each, after the first eight.")] = 200,
     limit: Limit = 32,
     max_new_tokens: Length = 96,
+    device: Device = "auto",
     threads: Threads = 1,
     out: Out = None,
     address: Address = None,
@@ -311,7 +332,7 @@ def simulate(
     from spot_batch.bench.simulate import SimulatedBenchmark, SimulatedCell, SimulatedRow
 
     costs = {name: _clock(name) for name in dict.fromkeys(tables.split(","))}
-    models = find_models(model, drafter, threads=threads)
+    models = find_models(model, drafter, threads=threads, device=device)
     models.some_drafter()
     questions = read_questions(inputs, limit=limit)
     _say(models, f"{len(questions)} prompts")
@@ -342,7 +363,7 @@ def simulate(
         ]
         for seed in numbered
     ]
-    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+    for row in run_cells(benchmark, groups, kept, spread=spread_to(address, models)):
         cells = "  ".join(f"D {one} {ratio:.2f}" for one, ratio in row.fixed.items())
         typer.echo(
             f"{row.table}  in flight {row.sequences:3}  auto {row.auto:.3f}x of draft-free, "
@@ -372,6 +393,7 @@ def occupancy(
     max_new_tokens: Length = 32,
     limit: Limit = 64,
     dtype: Dtype = "auto",
+    device: Device = "auto",
     threads: Threads = 1,
     plot: Annotated[bool, typer.Option("--plot", help="The tail's curve as bars.")] = False,
     out: Out = None,
@@ -395,7 +417,7 @@ def occupancy(
     from spot_batch.bench.prompts import read_questions
 
     table = None if clock == "device" else _clock(clock)
-    models = find_models(model, drafter, dtype=dtype, threads=threads)
+    models = find_models(model, drafter, dtype=dtype, threads=threads, device=device)
     models.some_drafter()
     questions = read_questions(inputs, limit=limit)
     _say(models, f"{len(questions)} prompts")
@@ -424,7 +446,7 @@ def occupancy(
         least_new_tokens=min_new_tokens,
     )
     groups = [[OccupancyCell(name, seed)] for name in wanted for seed in numbered]
-    for run in run_cells(benchmark, groups, kept, spread=spread_to(address, threads=threads)):
+    for run in run_cells(benchmark, groups, kept, spread=spread_to(address, models)):
         _show_occupancy(run, plot=plot)
     write_rows(json_file, facts, [kept.rows[cell] for group in groups for cell in group])
     return 0

@@ -18,6 +18,7 @@ from spot_batch.cli.drafters import calibrate
 from spot_batch.cli.measuring import (
     Address,
     Data,
+    Device,
     JsonFile,
     Out,
     Threads,
@@ -137,6 +138,7 @@ def nfe(
     out: Out = None,
     address: Address = None,
     json_file: JsonFile = None,
+    device: Device = "auto",
     threads: Threads = 1,
 ) -> int:
     """Forwards that each method needs, replayed on recorded draft-free decoding."""
@@ -167,7 +169,7 @@ def nfe(
     wanted = {cell.method for group in groups for cell in group}
     prompts, digests = load_prompts(grid.tasks, data=data, limit=grid.limit)
     learned_from = _calibration_prompts(calibration, grid.calibrate_on)
-    models = find_models(grid.model, grid.drafter, threads=threads)
+    models = find_models(grid.model, grid.drafter, threads=threads, device=device)
     if models.choice.path is None and {"spot", "spot-gamma"} & wanted:
         raise ValueError(
             f"{models.info.name} has no order drafter ({models.choice.why}); train one, or leave "
@@ -199,7 +201,7 @@ def nfe(
         benchmark,
         groups,
         kept,
-        spread=spread_to(address, threads=threads),
+        spread=spread_to(address, models),
         is_done=benchmark.is_done,
     )
     for row in found:

@@ -15,6 +15,7 @@ from spot_batch.cli.app import numbers
 
 if TYPE_CHECKING:
     from spot_batch.bench.cells import Row, Spread
+    from spot_batch.bench.loading import Models
 
 Inputs = Annotated[
     Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
@@ -31,6 +32,7 @@ Temperatures = Annotated[str, typer.Option(help="By comma; 0 is greedy.")]
 Seeds = Annotated[str, typer.Option(help="Of the noise, by comma.")]
 Sequences = Annotated[str, typer.Option(help="Samples in flight, by comma.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Out = Annotated[Path | None, typer.Option(help="Keep cells here; the same command goes on there.")]
 Address = Annotated[
@@ -94,13 +96,15 @@ def write_document(path: Path | None, document: Mapping[str, object]) -> None:
     partial.replace(path)
 
 
-def spread_to(address: str | None, *, threads: int) -> Spread | None:
+def spread_to(address: str | None, models: Models) -> Spread | None:
     """Where cells are measured: on a cluster, or here with None."""
     if address is None:
         return None
     from spot_batch.driver.spreading import spread_over
 
-    return spread_over(address, num_threads=threads)
+    return spread_over(
+        address, num_threads=models.threads, num_gpus=int(models.device.type == "cuda")
+    )
 
 
 def load_prompts(

@@ -15,6 +15,7 @@ from spot_batch.cli.bench import bench
 from spot_batch.cli.measuring import (
     Address,
     Data,
+    Device,
     DrafterOption,
     JsonFile,
     Length,
@@ -96,6 +97,7 @@ def commit_order(
     out: Out = None,
     address: Address = None,
     json_file: JsonFile = None,
+    device: Device = "auto",
     threads: Threads = 1,
 ) -> None:
     """How long stale distributions hold, and what knowing order or tokens is worth."""
@@ -111,7 +113,7 @@ def commit_order(
     cells = [OrderCell(*each) for each in product(prompts, heats, numbered)]
     if plot is not None and len(cells) > 1:
         raise ValueError(f"--plot wants one task, temperature and seed, got {len(cells)} of them")
-    models = find_models(model, drafter, threads=threads)
+    models = find_models(model, drafter, threads=threads, device=device)
     facts = {
         "command": "bench commit-order",
         **models.facts(),
@@ -127,7 +129,7 @@ def commit_order(
         budgets=sizes,
         max_new_tokens=max_new_tokens,
     )
-    spread = spread_to(address, threads=threads)
+    spread = spread_to(address, models)
     for row in run_cells(benchmark, [[cell] for cell in cells], kept, spread=spread):
         typer.echo(f"{row.task}, T {row.temperature:g}, seed {row.seed}: measured", err=True)
     rows = [kept.rows[cell] for cell in cells]
@@ -182,6 +184,7 @@ def scores(
     out: Out = None,
     address: Address = None,
     json_file: JsonFile = None,
+    device: Device = "auto",
     threads: Threads = 1,
 ) -> int:
     """Right answers, drafted and draft-free: equal, since the texts are."""
@@ -198,7 +201,7 @@ def scores(
         find_grader(task.name, run_code=run_code)
     rows_of = {task.name: load_task(task, data=data, limit=limit) for task in found}
     digests = {name: digest_of([row.prompt for row in rows]) for name, rows in rows_of.items()}
-    models = find_models(model, drafter, threads=threads)
+    models = find_models(model, drafter, threads=threads, device=device)
     models.some_drafter()
     facts = {
         "command": "bench scores",
@@ -217,7 +220,7 @@ def scores(
         run_code=run_code,
     )
     cells = [ScoreCell(*each) for each in product(rows_of, heats, numbered)]
-    spread = spread_to(address, threads=threads)
+    spread = spread_to(address, models)
     for row in run_cells(benchmark, [[cell] for cell in cells], kept, spread=spread):
         typer.echo(f"{row.task}, T {row.temperature:g}, seed {row.seed}: measured", err=True)
     rows = [kept.rows[cell] for cell in cells]

@@ -213,6 +213,7 @@ def drafter(
     import torch
 
     from spot_batch.drafters.order import OrderConfig, bare_path, card_file, save_order
+    from spot_batch.targets.transfer import choose_device
     from spot_batch.training.drafter import (
         DrafterSettings,
         best_precision,
@@ -227,8 +228,7 @@ def drafter(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if threads is not None:
         torch.set_num_threads(threads)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device).type
     states = load_trajectories(jobs)
     settings = DrafterSettings(
         config=OrderConfig(

@@ -64,13 +64,14 @@ def replay(job: JobDirectory, row: str, *, sample_index: int = 0) -> Replay:
     """
     from spot_batch.targets.block import load_target
     from spot_batch.targets.numerics import NumericsMismatch, measure_numerics
+    from spot_batch.targets.transfer import choose_device
 
     published = _find(job, row, sample_index)
     plan = plan_of(job, check_input=False)
     prepared, request = _prepared(job, plan, published)
     spec = job.spec
     torch.set_num_threads(spec.resources.num_threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device("auto")
     canonical = spec.speculation.numerics == "canonical"
     target = load_target(
         plan.info, dtype=spec.model.target.dtype, device=device, canonical=canonical

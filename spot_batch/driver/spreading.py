@@ -28,12 +28,13 @@ class _Worker:
         return list(self._measure(group))
 
 
-def spread_over(address: str, *, num_threads: int) -> Spread:
+def spread_over(address: str, *, num_threads: int, num_gpus: int = 0) -> Spread:
     """A `Spread` over the Ray cluster at `address` (`auto`: the one of this machine or of
     RAY_ADDRESS; `local`: a Ray of its own on this machine, gone at the end).
 
-    As many workers as there are groups, or as CPUs allow. A worker that is lost is started again
-    twice. Raises ValueError where there is no cluster, and what measuring a group raised.
+    As many workers as there are groups, or as CPUs and GPUs allow, `num_gpus` each. A worker that
+    is lost is started again twice. Raises ValueError where there is no cluster, and what measuring
+    a group raised.
     """
 
     @contextmanager
@@ -44,9 +45,13 @@ def spread_over(address: str, *, num_threads: int) -> Spread:
             import ray
 
             # Few workers, so that a model is loaded a few times, not once a group.
-            most = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_threads)
+            there = ray.cluster_resources()
+            most = int(there.get("CPU", 1)) // num_threads
+            if num_gpus:
+                most = min(most, int(there.get("GPU", 0)) // num_gpus)
+            most = max(1, most)
             start = ray.remote(_Worker).options(
-                num_cpus=num_threads, max_restarts=2, max_task_retries=2
+                num_cpus=num_threads, num_gpus=num_gpus, max_restarts=2, max_task_retries=2
             )
             workers = [start.remote(benchmark, num_threads) for _ in range(min(most, len(groups)))]
             yield _in_turn(workers, groups)

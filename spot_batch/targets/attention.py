@@ -47,6 +47,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_rows, num_kv_heads, padded_length(num_positions), head_dim)
+        self.generation = 0  # of the memory: graphs that were captured over another one are void
         # Zeros, not junk: masked keys get weight 0, and 0 times NaN would still be NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -71,6 +72,7 @@ class KVCache:
                 more = (0, 0, 0, num_positions - layer.shape[2], 0, 0, 0, num_rows - len(layer))
                 if any(more):
                     layers[index] = functional.pad(layer, more)
+                    self.generation += 1
 
     def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
@@ -82,7 +84,7 @@ class KVCache:
 
 
 @dataclass(slots=True)
-class _Group:
+class SlotGroup:
     """Slots whose padded key length is the same; one attention call each.
 
     index (G,) the slots; row (G,) their rows of the cache; mask (G, 1, 1, length) bool, padding.
@@ -103,14 +105,13 @@ class _Group:
 class SlotAttention:
     """What a forward's attention needs besides queries, keys and values; made once a forward."""
 
-    slots: SlotBatch
     cache: KVCache
     width: int
-    groups: Sequence[_Group] = field(default_factory=tuple)
-    store_row: Tensor | None = None
-    store_at: Tensor | None = None
-    stored: Tensor | None = None
-    kept: Tensor | None = None
+    groups: Sequence[SlotGroup]
+    store_row: Tensor
+    store_at: Tensor
+    stored: Tensor
+    kept: Tensor
     kept_keys: list[Tensor] = field(default_factory=list)
     kept_values: list[Tensor] = field(default_factory=list)
 
@@ -131,7 +132,7 @@ class SlotAttention:
             begin = prefix[index][member] + place * width
             masked = torch.arange(length) >= num_keys[index][:, None]
             groups.append(
-                _Group(
+                SlotGroup(
                     index=onto(index, device),
                     length=length,
                     row=onto(slots.row[index], device),
@@ -143,7 +144,6 @@ class SlotAttention:
             )
         stored = torch.nonzero(slots.store).squeeze(1)
         return cls(
-            slots,
             cache,
             width,
             groups,
@@ -156,8 +156,6 @@ class SlotAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(S, heads, W, dim) queries, (S, kv heads, W, dim) keys, values -> (S, W, heads, dim)."""
         cache_keys, cache_values = self.cache.keys[layer], self.cache.values[layer]
-        assert self.stored is not None
-        assert self.kept is not None
         if len(self.stored):
             # Advanced indices first and third: the heads move behind them.
             cache_keys[self.store_row, :, self.store_at] = key[self.stored].transpose(1, 2)
@@ -181,7 +179,7 @@ class SlotAttention:
             )
         return out.view(num_slots, num_heads, width, dim).transpose(1, 2)
 
-    def _gather(self, cache: Tensor, own: Tensor, group: _Group) -> Tensor:
+    def _gather(self, cache: Tensor, own: Tensor, group: SlotGroup) -> Tensor:
         """Keys (or values) of a group in the order of positions: (G, kv heads, length, dim)."""
         rows = cache[:, :, : group.length].index_select(0, group.row)
         # As where they are stored: the heads move behind the indices.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from spot_batch.records import LoadProgress, LoadReport, unreported
 from spot_batch.targets.attention import KVCache, SlotAttention
 from spot_batch.targets.body import HEAD, Body
+from spot_batch.targets.buckets import BucketRunner, lengths_agree
 from spot_batch.targets.dtypes import choose_dtype
 from spot_batch.targets.errors import ModelError
 from spot_batch.targets.experts import TILE_ROWS, tile_experts
@@ -23,7 +25,14 @@ from spot_batch.targets.files import read_json
 from spot_batch.targets.llada2 import llada2_body
 from spot_batch.targets.qwen3 import qwen3_body, qwen3_moe_body
 from spot_batch.targets.registry import ModelInfo, check_weights
-from spot_batch.targets.rows import RowTiles, cut_activations, proven_tiles, tile_linears
+from spot_batch.targets.rows import (
+    TILE_SIZES,
+    RowTiles,
+    TiledLinear,
+    cut_activations,
+    proven_tiles,
+    tile_linears,
+)
 from spot_batch.targets.shapes import num_parameters, read_sizes, tensor_shapes
 from spot_batch.targets.slots import Hidden, PrefixCache, SlotBatch
 from spot_batch.targets.transfer import onto
@@ -37,6 +46,10 @@ BODIES: Mapping[str, Callable[..., Body]] = {
     "llada2": llada2_body,
 }
 """The network of each family, by the family's name."""
+
+
+_HEAD_ROWS = 256
+"""Of a call of the head at most: from there on its products take longer than its weights."""
 
 
 class BlockTarget:
@@ -62,9 +75,11 @@ class BlockTarget:
         self._forbidden = forbidden
         self.tiles = RowTiles(info.block_length, None)
         self.expert_tiles = RowTiles(TILE_ROWS, None)
+        self.head_tiles = RowTiles(info.block_length, None)
         linears = tile_linears(network.model, self.tiles)
         if canonical:
             self.tiles.sizes = proven_tiles(linears, info.block_length)
+            self.head_tiles.sizes = self._proven_head_tiles()
             experts = tile_experts(network.model, self.expert_tiles)
             if experts:
                 self.expert_tiles.sizes = proven_tiles(experts[0].linears(), TILE_ROWS)
@@ -72,6 +87,7 @@ class BlockTarget:
                 for expert in experts:
                     cut_activations(expert, TILE_ROWS)
                 cut_activations(network.model, info.block_length)
+        self.buckets = self._bucket_runner() if self._device.type == "cuda" else None
 
     @property
     def block_length(self) -> int:
@@ -111,6 +127,9 @@ class BlockTarget:
     def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
         """One forward over the slots; see `SlotBatch` for what each of them sees."""
         assert isinstance(cache, KVCache), type(cache)
+        hidden = self.buckets.forward(slots, cache) if self.buckets is not None else None
+        if hidden is not None:
+            return hidden
         num_slots, width = slots.ids.shape
         run = slots.padded(self.tiles.padded(num_slots), fill=self._mask_id)
         attention = SlotAttention.of(run, cache)
@@ -123,14 +142,48 @@ class BlockTarget:
         )
         return Hidden(rows.view(len(run), width, -1)[:num_slots], attention.kept_kv())
 
+    def use_buckets(self) -> None:
+        """Run forwards in buckets on a CPU too, where that only costs time: for tests."""
+        self.buckets = self._bucket_runner()
+
+    def _bucket_runner(self) -> BucketRunner:
+        any_length = self.tiles.sizes is None or lengths_agree(
+            self.body.sizes, width=self._block_length, dtype=self._dtype, device=self._device
+        )
+        return BucketRunner(
+            partial(self.body.run, self.body.network.model),
+            self.tiles,
+            width=self._block_length,
+            mask_id=self._mask_id,
+            device=self._device,
+            any_length=any_length,
+        )
+
     @torch.inference_mode()
     def head(self, rows: Tensor) -> Tensor:
-        """(n, W, d) hidden rows -> (n, W, V) float32 logits; W rows a call, whatever n."""
+        """(n, W, d) hidden rows -> (n, W, V) float32 logits; a state's do not depend on n."""
         num_states, width, _ = rows.shape
-        logits = torch.empty(num_states, width, self._vocab_size, device=rows.device)
-        for index, state in enumerate(rows.float()):
-            torch.addmm(self._forbidden, state, self._head_weight.t(), out=logits[index])
-        return logits
+        flat, weight = rows.float().flatten(0, 1), self._head_weight.t()
+        logits = torch.empty(len(flat), self._vocab_size, device=rows.device)
+        done = 0
+        for count in self.head_tiles.plan(len(flat)):
+            tile = slice(done, done + count)
+            torch.addmm(self._forbidden, flat[tile], weight, out=logits[tile])
+            done += count
+        return logits.view(num_states, width, -1)
+
+    def _proven_head_tiles(self) -> tuple[int, ...]:
+        """Sizes at which the head has the bits that it has of one state alone.
+
+        With few rows a call it costs what reading its weights does, which many rows share.
+        """
+        sizes = [1, *(size for size in TILE_SIZES[1:] if size * self._block_length <= _HEAD_ROWS)]
+        linear = nn.Linear(self._head_weight.shape[1], self._vocab_size, device="meta")
+        linear.weight = nn.Parameter(self._head_weight, requires_grad=False)
+        linear.bias = nn.Parameter(self._forbidden, requires_grad=False)
+        return proven_tiles(
+            [TiledLinear(linear, self.head_tiles)], self._block_length, sizes=sizes, anchor=1
+        )
 
 
 def meta_body(
@@ -163,11 +216,36 @@ def load_target(
     device = torch.device(device)
     file = info.path / "config.json"
     body = meta_body(
-        read_json(file), info.family, where=f"{file}", dtype=_dtype(dtype, device, info)
+        read_json(file), info.family, where=f"{file}", dtype=dtype_on(device, info, wanted=dtype)
     )
     check_weights(info)
     body.materialise(device)
     _read_weights(body, info.path, report)
+    return BlockTarget(body, info, canonical=canonical)
+
+
+def random_target(
+    info: ModelInfo,
+    config: Mapping[str, Any],
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    canonical: bool = True,
+) -> BlockTarget:
+    """A body of a config's shape with random weights, made on the device: to time, not to read."""
+    device = torch.device(device)
+    body = meta_body(
+        config, info.family, where=info.name, dtype=dtype_on(device, info, wanted=dtype)
+    )
+    body.materialise(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in body.published().values():
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    if body.sizes.is_tied:
+        body.tie_head()
     return BlockTarget(body, info, canonical=canonical)
 
 
@@ -204,7 +282,8 @@ def _check_finite(tensor: Tensor, name: str) -> None:
         raise ModelError(f"{name} is not finite in {dtype}: the file is damaged{wider}")
 
 
-def _dtype(wanted: str, device: torch.device, info: ModelInfo) -> torch.dtype:
+def dtype_on(device: torch.device, info: ModelInfo, *, wanted: str = "auto") -> torch.dtype:
+    """What a target's body is loaded in. Raises ModelError as `choose_dtype` does."""
     on_gpu = device.type == "cuda"
     choice = choose_dtype(
         wanted,

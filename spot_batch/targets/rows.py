@@ -134,31 +134,37 @@ class LinearShape:
 
 
 @torch.inference_mode()
-def proven_tiles(linears: Iterable[TiledLinear], block_length: int) -> tuple[int, ...]:
+def proven_tiles(
+    linears: Iterable[TiledLinear],
+    block_length: int,
+    *,
+    sizes: Sequence[int] = TILE_SIZES,
+    anchor: int | None = None,
+) -> tuple[int, ...]:
     """The largest set of tile sizes at which all the linears give equal bits, on this machine.
 
     Each shape is probed on random rows: a size belongs to a class if every row comes out as it does
     from the class's largest size, wherever it stands in the call. If no two sizes agree the answer
-    is tiles of 8 slots.
+    is tiles of 8 slots. With an `anchor` it is the class of that size, itself alone at the least.
     """
     shapes: dict[LinearShape, TiledLinear] = {}
     for linear in linears:
         num_out, num_in = linear.weight.shape
         shapes.setdefault(LinearShape(num_in, num_out, linear.bias is not None), linear)
-    agreeing = {(a, b): True for a in TILE_SIZES for b in TILE_SIZES}
+    agreeing = {(a, b): True for a in sizes for b in sizes}
     for number, (shape, linear) in enumerate(
         sorted(shapes.items(), key=lambda item: repr(item[0]))
     ):
         for round_index in range(_PROBE_ROUNDS):
             generator = torch.Generator().manual_seed(1000 * number + round_index)
-            rows = torch.randn(TILE_SIZES[-1] * block_length, shape.num_in, generator=generator)
+            rows = torch.randn(sizes[-1] * block_length, shape.num_in, generator=generator)
             rows = rows.to(linear.weight.device, linear.weight.dtype)
-            outputs = {size: _in_tiles(linear, rows, size * block_length) for size in TILE_SIZES}
+            outputs = {size: _in_tiles(linear, rows, size * block_length) for size in sizes}
             for a, b in agreeing:
                 agreeing[a, b] &= torch.equal(outputs[a], outputs[b])
-    classes = [
-        tuple(size for size in TILE_SIZES if agreeing[size, anchor]) for anchor in TILE_SIZES
-    ]
+    if anchor is not None:
+        return tuple(size for size in sizes if agreeing[size, anchor])
+    classes = [tuple(size for size in sizes if agreeing[size, one]) for one in sizes]
     best = max(classes, key=lambda sizes: (len(sizes), sizes[-1]))
     return best if len(best) > 1 else (_FALLBACK_TILE,)
 

@@ -6,6 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is a GPU where there is one; anything else is taken by its word."""
+    if wanted != "auto":
+        return torch.device(wanted)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def onto(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device, without waiting for what the device does; itself on a CPU."""

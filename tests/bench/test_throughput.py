@@ -42,7 +42,7 @@ def test_latency_writes_a_table_that_the_others_read(target: Path, tmp_path: Pat
     rows = tmp_path / "rows.json"
     code, output = bench(
         *("throughput", *model, "--table", str(table), "--sequences", "1,3", "--budgets"),
-        *("0,2,auto", "--passes", "2", "--turn-seconds", "0.01", "--limit", "4"),
+        *("0,2,auto", "--gammas", "0.2", "--passes", "2", "--turn-seconds", "0.01", "--limit", "4"),
         *("--max-new-tokens", "8", "--unmasking", "threshold", "--json", str(rows)),
     )
     assert code == 0, output
@@ -51,11 +51,12 @@ def test_latency_writes_a_table_that_the_others_read(target: Path, tmp_path: Pat
     assert [(cell["sequences"], cell["budget"]) for cell in cells] == [
         (number, budget)
         for number in (1, 3)
-        for budget in ("none, fast", "none, canonical", "0", "2", "auto", PLAIN)
+        for budget in ("none, fast", "none, canonical", "0", "2", "auto", "2, gamma 0.2", PLAIN)
     ]
-    assert all(cell["ratio_to_draft_free"] == 1.0 for cell in cells[::6])
+    assert all(cell["ratio_to_draft_free"] == 1.0 for cell in cells[::7])
     ours = [cell for cell in cells if cell["budget"] != PLAIN]
     assert all(cell["tokens_per_s"] > 0 and 0 < cell["host_share"] < 1 for cell in ours)
+    assert all(cell["slots_per_s"] > 0 for cell in ours)
     assert all(cell["low"] <= cell["ratio_to_draft_free"] <= cell["high"] for cell in cells)
     assert all(cell["steps_per_forward"] >= 0.99 for cell in cells)
     plain = [cell for cell in cells if cell["budget"] == PLAIN]
@@ -148,6 +149,9 @@ def test_a_ratio_is_between_turns_of_one_pass() -> None:
         (["throughput", "--budgets", "few"], "--budgets wants whole numbers or auto"),
         (["throughput", "--budgets", "-1"], "--budgets wants whole numbers or auto"),
         (["throughput", "--unmasking", "all"], "--unmasking must be single or threshold"),
+        (["throughput", "--gammas", "1.5"], "--gammas wants numbers from 0.0 to 1.0"),
+        (["throughput", "--gammas", "0.1", "--budgets", "0,auto"], "--gammas wants a fixed budget"),
+        (["throughput", "--device", "gpu"], "--device must be auto, cpu, cuda, got 'gpu'"),
         (["throughput", "--passes", "1"], "--passes must be at least 2"),
         (["throughput", "--plain-passes", "11"], "--plain-passes must be from 0 to --passes 10"),
         (["throughput", "--plain-passes", "-1"], "--plain-passes must be from 0 to --passes 10"),

@@ -54,6 +54,32 @@ def test_sizes_whose_bits_differ_are_kept_apart(monkeypatch: pytest.MonkeyPatch)
     assert proven_tiles([linear], 4) == (1, 2, 4, 8)
 
 
+def test_an_anchored_class_holds_its_anchor_and_what_agrees_with_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.nn.functional.linear
+
+    def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return real(rows, weight, bias) + (1e-3 if len(rows) in (3, 6) else 0.0)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fickle)
+    linear = TiledLinear(torch.nn.Linear(16, 8), RowTiles(3, None))
+    assert proven_tiles([linear], 3, sizes=(1, 2, 4, 8)) == (4, 8)
+    assert proven_tiles([linear], 3, sizes=(1, 2, 4, 8), anchor=1) == (1, 2)
+    assert proven_tiles([linear], 3, sizes=(1, 4, 8), anchor=1) == (1,)
+
+
+def test_a_head_over_many_states_has_the_bits_of_each_alone(folder: Path) -> None:
+    target = load_target(resolve_model(str(folder)))
+    rows = torch.randn(13, 8, 64, generator=torch.Generator().manual_seed(0))
+    together = target.head(rows)
+    assert torch.equal(together, torch.cat([target.head(row[None]) for row in rows]))
+    assert target.head_tiles.sizes is not None
+    assert target.head_tiles.sizes[0] == 1, "no state is padded"
+    target.head_tiles.sizes = (1,)
+    assert torch.equal(target.head(rows), together)
+
+
 def test_where_no_two_sizes_agree_all_calls_have_eight_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
