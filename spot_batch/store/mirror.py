@@ -199,6 +199,11 @@ class Mirror:
 
     def _store(self) -> tuple[Any, str]:
         files, base = file_system(self.url)
+        pieces = base.strip("/").split("/")
+        if not is_url(self.url) or {"", ".", ".."} & set(
+            pieces
+        ):  # a client may resolve them: that is another folder
+            raise OutputError(f"{redacted(self.url)}: names no folder of its own")
         files.invalidate_cache()
         return files, base.rstrip("/")
 

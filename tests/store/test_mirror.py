@@ -292,6 +292,30 @@ def test_other_file_systems_of_fsspec(tmp_path: Path) -> None:
     fsspec.filesystem("memory").rm("/runs", recursive=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["a#b", "a?b", "a%20b", "a b", "ä", 'a"{b}', "a+b&c*[d]", "日" * 80]
+)
+def test_every_character_of_a_url_is_one_of_the_key(s3: Any, name: str) -> None:
+    mirror = Mirror(f"s3://rows/{name}/", local_folder(f"s3://rows/{name}"))
+    mirror.pull()
+    (mirror.root / "_spot" / "format").write_text("1\n")
+    mirror.claim()
+    mirror.push()
+    listed = [each["Key"] for each in s3.list_objects_v2(Bucket="rows")["Contents"]]
+    assert {each.split("/")[0] for each in listed} == {name}
+    other = Mirror(mirror.url, mirror.root.parent / "other")
+    other.pull()
+    assert (other.root / "_spot" / "format").read_text() == "1\n"
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://rows/../b", "s3://rows/a/./b", "s3://rows//b"])
+def test_a_url_that_names_no_folder_of_its_own_is_refused(
+    s3: Any, tmp_path: Path, url: str
+) -> None:
+    with pytest.raises(OutputError, match="names no folder of its own"):
+        Mirror(url, tmp_path / "a").pull()
+
+
 @pytest.mark.parametrize("path", ["s3://rows/a.jsonl", "s3://rows/a.parquet", "zip::s3://a", ""])
 def test_urls_that_are_no_job_directory_are_refused(path: str) -> None:
     with pytest.raises(SpecError, match=r"output\.path: must be"):
