@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from platformdirs import user_cache_path
 
@@ -13,8 +15,7 @@ GOOGLE_PATIENCE_S = 30.0
 
 # How a remote file says that it is another one now, best first.
 _MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
-# A pattern's characters mean something else in a URI.
-_QUOTED = str.maketrans({"[": "%5B", "]": "%5D", "?": "%3F", " ": "%20"})
+_ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def is_url(text: str) -> bool:
@@ -29,19 +30,33 @@ def file_system(url: str) -> tuple[Any, str]:
     for a scheme whose package is not installed.
     """
     from fsspec.core import url_to_fs
-    from fsspec.implementations.arrow import ArrowFSWrapper
 
     if "::" in url:
         raise ValueError("a chain of file systems is not supported")
     if url.startswith("gs://"):
-        return ArrowFSWrapper(_google_cloud()), url.removeprefix("gs://")
+        return _of_pyarrow(_google_cloud()), url.removeprefix("gs://")
     if url.startswith("s3://"):
         from pyarrow import fs
 
-        files, path = fs.FileSystem.from_uri(url.translate(_QUOTED))
-        return ArrowFSWrapper(files), path
+        # Every character of a key means itself, as it does for every other tool of S3.
+        files, path = fs.FileSystem.from_uri("s3://" + quote(url.removeprefix("s3://")))
+        return _of_pyarrow(files), path
     files, path = url_to_fs(url)
     return files, str(path)
+
+
+def _of_pyarrow(files: Any) -> Any:
+    """The fsspec file system of one of pyarrow, whose patterns match everything or raise.
+
+    fsspec's own leaves out a folder that could not be listed: a pattern matched fewer files.
+    """
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    class Whole(ArrowFSWrapper):  # type: ignore[misc]  # fsspec has no types
+        def walk(self, *args: Any, on_error: Any = "raise", **kwargs: Any) -> Any:
+            return super().walk(*args, on_error=on_error, **kwargs)
+
+    return Whole(files)
 
 
 def _google_cloud() -> Any:
@@ -61,4 +76,5 @@ def local_folder(url: str) -> Path:
     """Where on this machine a job directory at a URL is worked in: in the user's cache folder."""
     name = url.rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    return user_cache_path("spot-batch") / "jobs" / f"{name.rpartition('/')[2][:64]}-{digest}"
+    last = _ODD.sub("-", name.rpartition("/")[2])[:64]
+    return user_cache_path("spot-batch") / "jobs" / f"{last}-{digest}"

@@ -34,13 +34,14 @@ from spot_batch.store import (
     address_of,
     begin_retry,
     folder_of,
+    is_driven_from,
     mirrored,
     read_driver,
     read_heartbeat,
     retried_parts,
 )
 from spot_batch.store.export import ExportSpec, export, format_of
-from spot_batch.store.lease import is_alive, is_here
+from spot_batch.store.lease import is_alive
 
 FOLLOW_S = 0.5
 
@@ -137,7 +138,8 @@ def _run_or_follow(
                     result = run_job(job, plan.facts, progress, lease=lease)
             return _say_end(screen, job, result, progress.last, as_json=as_json)
         except DriverAlive as alive:
-            if Mirror.of(directory.root) is not None and not is_here(alive.host):
+            mirror = Mirror.of(directory.root)
+            if mirror is not None and not is_driven_from(mirror):  # what it does is not seen here
                 raise OutputError(f"{alive}: let it end there, or stop it") from None
             _check_same(directory, plan)
             screen.line(f"{alive}: following it (Ctrl-C leaves it running)")

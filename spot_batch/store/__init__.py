@@ -15,7 +15,7 @@ from spot_batch.store.finalize import finalize, write_card
 from spot_batch.store.intervals import IntervalSet
 from spot_batch.store.lease import DriverAlive, DriverLease, acquire_driver_lease, read_driver
 from spot_batch.store.load import load
-from spot_batch.store.mirror import Mirror, address_of, folder_of, mirrored
+from spot_batch.store.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
 from spot_batch.store.parts import compact, delete_covered_segments
 from spot_batch.store.retry import begin_retry, retried_parts
 from spot_batch.store.scan import PartInfo, Published, fault_of_parts, scan
@@ -49,6 +49,7 @@ __all__ = [
     "finalize",
     "folder_of",
     "incomparable_ids",
+    "is_driven_from",
     "load",
     "mirrored",
     "publish_segment",

@@ -32,6 +32,7 @@ from spot_batch.store.files import (
 logger = logging.getLogger(__name__)
 
 PUSH_S = 10.0
+_PULL_TRIES = 5  # a listing is old as soon as it is there
 _MARK = "_spot/mirror.json"  # of this machine alone
 _OWNER = "_spot/mirrored-by"  # in the store alone
 _SUCCESS = "_SUCCESS"
@@ -52,6 +53,10 @@ class _State:
     there: dict[str, str] = field(default_factory=dict)
 
 
+class _TakenOver(OutputError):
+    """The store has another machine's copy, and this one's counts no more."""
+
+
 class Mirror:
     """A job directory `root` whose place is `url`."""
 
@@ -69,24 +74,37 @@ class Mirror:
         except (ValueError, LookupError, TypeError) as error:
             raise OutputError(f"{root / _MARK}: damaged ({error}); remove {root}") from error
 
-    def pull(self, *, is_driven: bool = False) -> None:
-        """Bring the folder to the store's state, unless this machine wrote that or `is_driven`.
+    def pull(self) -> None:
+        """Bring the folder to the store's state, unless this machine wrote that.
 
         OutputError where the store cannot be read or holds something else.
         """
         with _alone(self.root), self._plainly("read"):
-            files, base = self._store()
-            listed = _listed(files, base)
-            if listed and not any(name.startswith("_spot/") for name in listed):
-                raise OutputError(
-                    f"{self.url}: is not empty and not a job directory (it holds "
-                    f"{min(listed)!r}); give another output"
-                )
-            state = self._read_state()
-            ours = _OWNER in listed and files.cat_file(f"{base}/{_OWNER}").decode() == state.id
-            if not (ours or is_driven):
-                self._take(files, base, listed, state)
-            self._write_state(state)
+            for tries_left in reversed(range(_PULL_TRIES)):
+                try:
+                    self._pull()
+                    return
+                except FileNotFoundError:  # taken away since it was listed: it is in a part by now
+                    if not tries_left:
+                        raise
+
+    def _pull(self) -> None:
+        files, base = self._store()
+        listed = _listed(files, base)
+        if listed and not any(name.startswith("_spot/") for name in listed):
+            raise OutputError(
+                f"{self.url}: is not empty and not a job directory (it holds "
+                f"{min(listed)!r}); give another output"
+            )
+        state = self._read_state()
+        if self._owner(files, base, listed) != state.id:
+            self._take(files, base, listed, state)
+        self._write_state(state)
+
+    def has_taken(self, name: str) -> bool:
+        """Whether the file here is the store's, copied from there and not written since."""
+        state = self._read_state()
+        return name in state.there and state.here.get(name) == _stat(self.root / name)
 
     def claim(self) -> None:
         """Say that from now on this machine's copy counts. OutputError where that fails."""
@@ -99,7 +117,16 @@ class Mirror:
         with self._lock, self._plainly("written"):
             files, base = self._store()
             state = self._read_state()
-            there = set(_listed(files, base)) - {_OWNER}
+            listed = _listed(files, base)
+            owner = self._owner(files, base, listed)
+            if owner is None:  # emptied meanwhile
+                self._put(files, f"{base}/{_OWNER}", state.id.encode())
+            elif owner != state.id:  # its copy counts; to make it like ours would take files away
+                raise _TakenOver(
+                    f"{redacted(self.url)}: another machine has gone on with this job; nothing "
+                    "more is copied from here"
+                )
+            there = set(listed) - {_OWNER}
             here = self._files()
             if is_last:
                 here.pop(_DRIVER, None)
@@ -125,6 +152,10 @@ class Mirror:
             state.here.pop(name, None)
             state.there.pop(name, None)
         names.clear()
+
+    def _owner(self, files: Any, base: str, listed: Mapping[str, str]) -> str | None:
+        """Whose copy the store has."""
+        return str(files.cat_file(f"{base}/{_OWNER}").decode()) if _OWNER in listed else None
 
     def _take(self, files: Any, base: str, listed: Mapping[str, str], state: _State) -> None:
         (self.root / _SUCCESS).unlink(missing_ok=True)
@@ -168,6 +199,11 @@ class Mirror:
 
     def _store(self) -> tuple[Any, str]:
         files, base = file_system(self.url)
+        pieces = base.strip("/").split("/")
+        if not is_url(self.url) or {"", ".", ".."} & set(
+            pieces
+        ):  # a client may resolve them: that is another folder
+            raise OutputError(f"{redacted(self.url)}: names no folder of its own")
         files.invalidate_cache()
         return files, base.rstrip("/")
 
@@ -217,6 +253,9 @@ def mirrored(root: Path) -> Iterator[None]:
         while not ended.wait(PUSH_S):
             try:
                 mirror.push()
+            except _TakenOver as error:
+                logger.warning("%s", error)
+                return
             except OutputError as error:
                 logger.warning("%s; tried again later", error)
 
@@ -230,6 +269,8 @@ def mirrored(root: Path) -> Iterator[None]:
         thread.join()
         try:
             mirror.push(is_last=True)
+        except _TakenOver as error:
+            raise OutputError(f"{error}; `spot-batch status` says how it stands") from None
         except OutputError as error:
             raise OutputError(
                 f"{error}; everything is in {root}, and resuming the job copies it"
@@ -242,10 +283,19 @@ def folder_of(out: str | Path) -> Path:
     mirror = Mirror(text, local_folder(text)) if is_url(text) else Mirror.of(Path(out))
     if mirror is None:
         return Path(out)
+    if not is_driven_from(mirror):
+        mirror.pull()
+    return mirror.root
+
+
+def is_driven_from(mirror: Mirror) -> bool:
+    """Whether a live process drives the job in this very folder.
+
+    A driver of this host may also work in another cache folder; its record came from the store.
+    """
     from spot_batch.store.lease import drives_here
 
-    mirror.pull(is_driven=drives_here(mirror.root))
-    return mirror.root
+    return drives_here(mirror.root) and not mirror.has_taken(_DRIVER)
 
 
 def address_of(root: Path) -> str:
@@ -255,17 +305,30 @@ def address_of(root: Path) -> str:
 
 
 def _listed(files: Any, base: str) -> dict[str, str]:
-    """Every file below, by its name there, with what tells its versions apart."""
-    try:
-        found = files.find(base, detail=True)
-    except FileNotFoundError:
-        return {}
-    prefix = base.lstrip("/") + "/"
-    return {
-        path.lstrip("/").removeprefix(prefix): mark_of(info)
-        for path, info in found.items()
-        if info["type"] == "file" and path.lstrip("/").startswith(prefix)
-    }
+    """Every file below, by its name there, with what tells its versions apart.
+
+    All of it or an error: fsspec's own `find` leaves out a folder that could not be listed, and
+    what is not listed counts as removed. Segments come before the parts that take them in, so that
+    a sample is seen in one of them.
+    """
+    prefix = base.strip("/") + "/"
+    listed: dict[str, str] = {}
+    folders = [base]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = files.ls(folder, detail=True)
+        except FileNotFoundError:  # not there yet, or not any more
+            continue
+        for info in sorted(entries, key=lambda info: str(info["name"]), reverse=True):
+            path = info["name"].strip("/")
+            if not path.startswith(prefix):  # the folder itself
+                continue
+            if info["type"] == "file":
+                listed[path.removeprefix(prefix)] = mark_of(info)
+            elif path != folder.strip("/"):
+                folders.append(info["name"])
+    return listed
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -16,6 +16,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
 from spot_batch.inputs import InputError, InputReader, check_unchanged, pin_input
@@ -125,6 +126,24 @@ def test_any_file_system_of_fsspec_is_read(tmp_path: Path) -> None:
         pin("simplecache::memory://bucket/a.jsonl", tmp_path / "kept")
 
 
+def test_a_pattern_matches_all_files_or_none(
+    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("lines/a/x.jsonl", TEXT)
+    put("lines/b/x.jsonl", TEXT)
+    assert pin("s3://rows/lines/*/x.jsonl", tmp_path / "kept").num_rows == 6
+    ls = ArrowFSWrapper.ls
+
+    def slow_down(self: Any, path: str, **kwargs: Any) -> Any:
+        if path.endswith("lines/b"):
+            raise OSError("slow down")
+        return ls(self, path, **kwargs)
+
+    monkeypatch.setattr(ArrowFSWrapper, "ls", slow_down)
+    with pytest.raises(InputError, match="slow down"):
+        pin("s3://rows/lines/*/x.jsonl", tmp_path / "kept")
+
+
 def test_googles_storage_is_read_by_name_folder_and_pattern(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +194,8 @@ def test_s3_objects_are_read_and_pinned(put: Put, tmp_path: Path) -> None:
     put("lines/b.jsonl", TEXT.replace(b"row", b"other row"))
     with pytest.raises(InputError, match=r"b\.jsonl: changed since"):
         check_unchanged(pinned)
+    put("odd/100% é #1.jsonl", TEXT)
+    assert pin("s3://rows/odd", tmp_path / "kept").num_rows == 3
     with pytest.raises(InputError, match="no such file: s3://rows/none"):
         pin("s3://rows/none.jsonl", tmp_path / "kept")
 

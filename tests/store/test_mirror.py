@@ -17,10 +17,13 @@ from spot_batch.store import (
     JobDirectory,
     Mirror,
     OutputError,
+    acquire_driver_lease,
     address_of,
     compact,
+    delete_covered_segments,
     finalize,
     folder_of,
+    is_driven_from,
     mirrored,
     publish_segment,
 )
@@ -160,6 +163,116 @@ def test_a_store_that_cannot_be_used_is_named(s3: Any, tmp_path: Path) -> None:
         folder_of(tmp_path / "b")
 
 
+@pytest.mark.slow  # the S3 client tries for long
+def test_a_store_that_does_not_answer_is_not_an_empty_one(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(tmp_path)
+    finish(job)
+    before = files(job.root)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(OutputError, match="s3://rows/runs/a: cannot be read"):
+        Mirror(URL, job.root).pull()
+    assert files(job.root) == before
+
+
+def test_a_folder_that_cannot_be_listed_takes_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(begin(tmp_path, "memory://runs/c"))
+    elsewhere = folder_of("memory://runs/c")
+    before = files(elsewhere)
+    memory = type(fsspec.filesystem("memory"))
+    ls = memory.ls
+
+    def slow_down(self: Any, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if path.endswith("/data"):
+            raise OSError("slow down")
+        return ls(self, path, detail=detail, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "ls", slow_down)
+        with pytest.raises(OutputError, match="slow down"):
+            folder_of("memory://runs/c")
+    assert files(elsewhere) == before
+    fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+def test_a_bucket_that_is_gone_takes_nothing_away(s3: Any, tmp_path: Path) -> None:
+    job = begin(tmp_path)
+    finish(job)
+    before = files(job.root)
+    for key in keys(s3):
+        s3.delete_object(Bucket="rows", Key=f"runs/a/{key}")
+    for each in s3.list_objects_v2(Bucket="rows").get("Contents", ()):
+        s3.delete_object(Bucket="rows", Key=each["Key"])
+    s3.delete_bucket(Bucket="rows")
+    with pytest.raises(OutputError, match=r"cannot be read: .*bucket does not exist"):
+        Mirror(URL, job.root).pull()
+    assert files(job.root) == before
+    s3.create_bucket(Bucket="rows")
+    Mirror(URL, job.root).pull()  # whoever empties the store has removed the job
+    assert not files(job.root)
+
+
+def test_a_file_that_goes_while_the_store_is_read(s3: Any, tmp_path: Path) -> None:
+    job = begin(tmp_path)
+    with mirrored(job.root):
+        publish_segment(job, make_outcomes(job, range(4)))
+    mirror = Mirror(URL, tmp_path / "elsewhere")
+    store = mirror._store
+    calls: list[str] = []
+
+    def and_compacts() -> tuple[Any, str]:
+        files, base = store()
+        if not calls:
+            find, calls[:] = files.ls, ["once"]
+
+            def ls(path: str, detail: bool = True) -> Any:
+                listed = find(path, detail=detail)
+                if path.endswith("/segments"):  # listed, and gone before it is read
+                    delete_covered_segments(job, [compact(job, 0)])
+                    Mirror(URL, job.root).push()
+                return listed
+
+            files.ls = ls
+        return files, base
+
+    mirror._store = and_compacts  # type: ignore[method-assign]
+    mirror.pull()
+    there = JobDirectory.open(mirror.root)
+    assert [each.name for each in there.data.iterdir()] == [job.part_name(0)]
+    assert not list(there.segments.glob("*.arrow"))
+
+
+def test_a_driver_that_was_overtaken_takes_nothing_from_the_store(s3: Any, tmp_path: Path) -> None:
+    job = begin(tmp_path)
+    began = mirrored(job.root)
+    began.__enter__()
+    finish(JobDirectory.open(folder_of(URL)))
+    done = keys(s3)
+    publish_segment(job, make_outcomes(job, range(3)))
+    with pytest.raises(OutputError, match="another machine has gone on with this job"):
+        began.__exit__(None, None, None)
+    assert keys(s3) == done
+    assert "_SUCCESS" in done
+
+
+def test_a_driver_of_another_cache_folder_is_seen_through_the_store(
+    s3: Any, tmp_path: Path
+) -> None:
+    job = begin(tmp_path)
+    with acquire_driver_lease(job), mirrored(job.root):
+        elsewhere = JobDirectory.open(folder_of(URL))
+        assert not elsewhere.segments.exists()
+        publish_segment(job, make_outcomes(job, range(4)))
+        Mirror(URL, job.root).push()
+        folder_of(URL)
+        assert len(list(elsewhere.segments.iterdir())) == 1
+        mirrors = [Mirror.of(each.root) for each in (job, elsewhere)]
+        assert [each and is_driven_from(each) for each in mirrors] == [True, False]
+
+
 def test_names_that_lead_out_of_the_folder_are_refused(s3: Any, tmp_path: Path) -> None:
     job = begin(tmp_path)
     finish(job)
@@ -177,6 +290,30 @@ def test_other_file_systems_of_fsspec(tmp_path: Path) -> None:
         shutil.rmtree(local_folder(url))
         assert spot_batch.load(url).num_rows == 11
     fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["a#b", "a?b", "a%20b", "a b", "ä", 'a"{b}', "a+b&c*[d]", "日" * 80]
+)
+def test_every_character_of_a_url_is_one_of_the_key(s3: Any, name: str) -> None:
+    mirror = Mirror(f"s3://rows/{name}/", local_folder(f"s3://rows/{name}"))
+    mirror.pull()
+    (mirror.root / "_spot" / "format").write_text("1\n")
+    mirror.claim()
+    mirror.push()
+    listed = [each["Key"] for each in s3.list_objects_v2(Bucket="rows")["Contents"]]
+    assert {each.split("/")[0] for each in listed} == {name}
+    other = Mirror(mirror.url, mirror.root.parent / "other")
+    other.pull()
+    assert (other.root / "_spot" / "format").read_text() == "1\n"
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://rows/../b", "s3://rows/a/./b", "s3://rows//b"])
+def test_a_url_that_names_no_folder_of_its_own_is_refused(
+    s3: Any, tmp_path: Path, url: str
+) -> None:
+    with pytest.raises(OutputError, match="names no folder of its own"):
+        Mirror(url, tmp_path / "a").pull()
 
 
 @pytest.mark.parametrize("path", ["s3://rows/a.jsonl", "s3://rows/a.parquet", "zip::s3://a", ""])
