@@ -97,15 +97,15 @@ def transition(logits: Tensor, states: States, rule: Rule) -> Choice:
     num_states, width, _ = logits.shape
     assert states.masked.shape == (num_states, width), tuple(states.masked.shape)
     assert logits.dtype == torch.float32, logits.dtype
-    token = logits.argmax(dim=2)
-    log_odds = log_odds_of(logits, token)
     drawn = torch.nonzero(states.temperature > 0).squeeze(1)
-    if len(drawn):
-        at = onto(drawn, logits.device)
-        sampled, odds = _sample(logits[at], states.take(drawn), rule)
-        token, log_odds = token.clone(), log_odds.clone()
-        token[at] = sampled
-        log_odds[at] = odds
+    if 0 < len(drawn) == num_states:  # nothing is greedy: not all of the vocabulary twice
+        token, log_odds = _sample(logits, states, rule)
+    else:
+        token = logits.argmax(dim=2)
+        log_odds = log_odds_of(logits, token)
+        if len(drawn):
+            at = onto(drawn, logits.device)
+            token[at], log_odds[at] = _sample(logits[at], states.take(drawn), rule)
     masked = onto(states.masked, logits.device)
     log_odds = log_odds.masked_fill(~masked, -math.inf)
     return Choice(token, log_odds, select(log_odds, masked, rule))
@@ -176,8 +176,8 @@ def _sample(logits: Tensor, states: States, rule: Rule) -> tuple[Tensor, Tensor]
         odds = log_odds_of(tempered, drawn)
     else:
         odds = log_odds_of(filtered, drawn)
-    token = torch.zeros(num_states * width, dtype=torch.int64, device=device)
-    log_odds = torch.full((num_states * width,), -math.inf, device=device)
+    token = drawn.new_zeros(num_states * width)
+    log_odds = odds.new_full((num_states * width,), -math.inf)
     token[rows] = drawn
     log_odds[rows] = odds
     return token.view(num_states, width), log_odds.view(num_states, width)

@@ -173,14 +173,17 @@ class BucketRunner:
         if self._device.type != "cuda":
             rows, kept = self._once(packed.onto(self._device).inputs(), bucket, cache)
             return Hidden(rows[:num_slots], _first(kept, num_kept))
+        stream = torch.cuda.current_stream(self._device)
         try:
             captured = self._captured(packed, bucket, cache)
         except torch.OutOfMemoryError:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             self._graphs.clear()  # they hold memory that forwards in parts may need
             raise
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)
             why = str(error).partition("\n")[0]
-            logger.warning("forwards run op by op, they cannot be captured: %s", why)
+            logger.warning("forwards run op by op: %s", why)
             self._graphs.clear()
             self._is_off = True
             return None
@@ -204,12 +207,15 @@ class BucketRunner:
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
-                    self._once(inputs, bucket, cache)
+                    expected, _ = self._once(inputs, bucket, cache)
             torch.cuda.current_stream(self._device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # What other threads do with their devices is no matter of this capture.
             with torch.cuda.graph(graph, pool=graphs.pool, capture_error_mode="thread_local"):
                 rows, kept = self._once(inputs, bucket, cache)
+            graph.replay()
+            if not torch.equal(rows, expected):
+                raise RuntimeError(f"{bucket}: a graph's rows are not those of op by op")
             graphs.by_bucket[bucket] = _Captured(graph, static, rows, kept)
             logger.debug("captured %s", bucket)
         return graphs.by_bucket[bucket]
