@@ -64,6 +64,8 @@ class Kept(Generic[RowT]):
         self._file = None
         if folder is None:
             return
+        if (folder / "_spot").exists():
+            raise ValueError(f"{folder} is a job directory; {_ANOTHER}")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "cells.jsonl"
         self._file = path.open("a+b")
@@ -73,13 +75,16 @@ class Kept(Generic[RowT]):
             raise ValueError(f"{path}: another process measures into it") from None
         self._file.seek(0)
         # What is behind the last line's end is torn: what wrote it was ended.
-        whole, end, _ = self._file.read().rpartition(b"\n")
-        self._file.truncate(len(whole) + len(end))
+        whole, end, torn = self._file.read().rpartition(b"\n")
         if not end:
+            if not json.dumps(facts).encode().startswith(torn):
+                raise ValueError(f"{path}: is none of ours; {_ANOTHER}")
+            self._file.truncate(0)
             self._append(facts)
             return
         first, *rest = (_object(path, at, line) for at, line in enumerate(whole.split(b"\n"), 1))
         _check_facts(folder, first, facts)
+        self._file.truncate(len(whole) + len(end))  # only now is it known to be ours
         for number, each in enumerate(rest, 2):
             task, digest = str(each.get("task")), each.get("prompts")
             if prompts is not None and digest != prompts.get(task, digest):

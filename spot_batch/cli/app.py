@@ -7,9 +7,10 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -29,7 +30,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-DEMO_OUT = Path("spot-batch-demo")
+DEMO_OUT = "spot-batch-demo"
+
+# One slash is what a pathlib path leaves of a URL's two.
+_WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Number = TypeVar("Number", int, float)
@@ -81,6 +85,7 @@ def speaking_plainly(command: Command) -> Command:
         logger, handler = logging.getLogger("spot_batch"), _Warnings(logging.WARNING)
         logger.addHandler(handler)
         try:
+            _check_local(kwargs)
             code = command(*args, **kwargs)
         except ValueError as error:
             if os.environ.get("SPOT_BATCH_TRACEBACK"):  # for those who work on spot-batch
@@ -103,6 +108,15 @@ def speaking_plainly(command: Command) -> Command:
         raise typer.Exit(int(code or 0))
 
     return wrapped  # type: ignore[return-value]
+
+
+def _check_local(values: Mapping[str, object]) -> None:
+    """ValueError for a URL given as a file of this machine: it would be a folder named `s3:`."""
+    for name, value in values.items():
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, Path) and _WAS_URL.match(str(each)):
+                option = name.replace("_", "-")
+                raise ValueError(f"{option} wants a path on this machine, got the URL {each}")
 
 
 class _Warnings(logging.Handler):
@@ -194,22 +208,19 @@ def submit(
 @app.command()
 @speaking_plainly
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The job directory.")] = DEMO_OUT,
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="The job directory or its URL.")
+    ] = DEMO_OUT,
     actors: Actors = None,
     as_json: Json = False,
 ) -> int:
     """Run the packaged quickstart: bundled model, packaged prompts."""
     from spot_batch.cli import running
-    from spot_batch.job import load_spec
 
-    overrides = _overrides(
-        inputs=None,
-        sets=None,
-        values={"output.path": str(output), "resources.actors": actors},
-    )
-    return running.submit(
-        load_spec(specs.folder() / "quickstart.yaml", overrides), output, as_json=as_json
-    )
+    packaged = str(specs.folder() / "quickstart.yaml")
+    values: dict[str, object] = {"output.path": output, "resources.actors": actors}
+    loaded, out = compose(packaged, inputs=None, sets=None, values=values)
+    return running.submit(loaded, out, as_json=as_json)
 
 
 @app.command()

@@ -315,7 +315,7 @@ def _show(rows: Sequence[NfeRow], grid: Grid) -> None:
 @calibrate.command("spiffy")
 @speaking_plainly
 def spiffy(
-    jobs: Annotated[list[Path], typer.Argument(help="Directories of `trajectories` jobs.")],
+    jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The JSON file to write.")],
     budgets: Annotated[str, typer.Option(help="Drafted slots a round, by comma.")] = "8,20",
     as_json: Json = False,

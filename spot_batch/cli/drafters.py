@@ -150,7 +150,7 @@ def import_drafter(
     map_file: Annotated[Path, typer.Option("--map", help="Which tensor is which: YAML or JSON.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="PATH.safetensors, PATH.json.")],
     jobs: Annotated[
-        list[Path], typer.Option("--jobs", help="`trajectories` jobs to try it on; repeatable.")
+        list[str], typer.Option("--jobs", help="`trajectories` jobs to try it on; repeatable.")
     ],
     min_accuracy: Annotated[
         float | None,
@@ -216,7 +216,7 @@ def import_drafter(
 @calibrate.command("masses")
 @speaking_plainly
 def masses(
-    jobs: Annotated[list[Path], typer.Argument(help="Directories of `trajectories` jobs.")],
+    jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],
     drafter: Annotated[str, typer.Option(help="A drafter's path, or a packaged one's name.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write a copy; the drafter stays.")

@@ -188,7 +188,7 @@ def extra_source(text: str) -> ExtraSource:
 @train.command("drafter")
 @speaking_plainly
 def drafter(
-    jobs: Annotated[list[Path], typer.Argument(help="Directories of `trajectories` jobs.")],
+    jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="PATH.safetensors, PATH.json.")],
     num_layers: Annotated[int, typer.Option(help="Of the order model.")] = 3,
     hidden_size: Annotated[int, typer.Option(help="Of the order model.")] = 128,

@@ -107,6 +107,8 @@ class PromptTemplate:
                     raise RowFault("bad_prompt", f"input.template: over {MOST_CHARS:,} characters")
         except RowFault:
             raise
+        except MemoryError:  # of one value: `q * n` with a row's own n
+            raise RowFault("bad_prompt", "input.template: makes a value too large") from None
         except (*_ROW_FAILS, RecursionError) as error:
             raise RowFault("bad_prompt", f"input.template: {error}") from None
         return "".join(pieces)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spot_batch.drafters.stale import TOP_K
 from spot_batch.records import NoiseKey
-from spot_batch.store import JobDirectory, fault_of_parts
+from spot_batch.store import JobDirectory, fault_of_parts, folder_of
 from spot_batch.store.load import damaged
 
 
@@ -121,15 +121,15 @@ class Trajectories:
 _TENSORS = tuple(field.name for field in fields(Trajectories) if field.name != "source")
 
 
-def load_trajectories(paths: Sequence[Path]) -> Trajectories:
-    """Read the recorded states of finished jobs of one model.
+def load_trajectories(paths: Sequence[Path | str]) -> Trajectories:
+    """Read the recorded states of finished jobs of one model, which may be at URLs.
 
     Raises ValueError naming the path where it is no finished job, recorded nothing, or is of
     another model than the first.
     """
     if not paths:
         raise ValueError("no job to read trajectories from")
-    jobs = [JobDirectory.open(path) for path in paths]
+    jobs = [JobDirectory.open(folder_of(path)) for path in paths]
     sources = [_source(path, job) for path, job in zip(paths, jobs, strict=True)]
     for path, source in zip(paths, sources, strict=True):
         for name in ("weights", "block_length", "noise_key"):
@@ -155,7 +155,7 @@ def load_trajectories(paths: Sequence[Path]) -> Trajectories:
     return replace(parts[0], **joined, source=replace(sources[0], jobs=tuple(names)))
 
 
-def _source(path: Path, job: JobDirectory) -> Source:
+def _source(path: Path | str, job: JobDirectory) -> Source:
     """What a job recorded from. Raises ValueError where it cannot be read from."""
     if not job.is_complete:
         raise ValueError(f"{path}: the job is not complete; resume it first")
@@ -173,7 +173,7 @@ def _source(path: Path, job: JobDirectory) -> Source:
     )
 
 
-def _read_job(path: Path, job: JobDirectory, source: Source, index: int) -> Trajectories:
+def _read_job(path: Path | str, job: JobDirectory, source: Source, index: int) -> Trajectories:
     prefix, generation = job.spec.output.prefix, job.spec.generation
     try:
         table = dataset(job.data, format="ipc").to_table(

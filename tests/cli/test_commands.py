@@ -47,6 +47,25 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "{out}", "-o", "s3://rows/x.jsonl"],
+        ["submit", "-i", "{rows}", "-o", "{out}", "--save-spec", "s3://rows/x.yaml"],
+        ["init", "gs://rows/x.yaml"],
+        ["calibrate", "spiffy", "{out}", "-o", "memory://x.json"],
+    ],
+)
+def test_a_url_is_no_folder_of_this_machine(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = Done([each.format(out=tmp_path / "out", rows=rows) for each in arguments])
+    assert done.code == 2
+    assert "wants a path on this machine, got the URL" in done.wrong
+    assert [each.name for each in tmp_path.iterdir()] == [rows.name]
+
+
 def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'datasets', 'pydantic'}"
     script = f"import sys, spot_batch.cli; print(sorted({heavy} & set(sys.modules)))"

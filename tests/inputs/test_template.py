@@ -74,6 +74,13 @@ def test_what_a_row_cannot_be_made_into_is_a_fault_of_the_row(
     assert any(part in made.error.message for part in message.split("|"))
 
 
+def test_a_value_too_large_for_the_machine_is_a_fault_of_the_row(tmp_path: Path) -> None:
+    (made,) = prepare(tmp_path / "a.jsonl", [*ROWS], [0], input__template="{{ q * 10**13 }}")
+    assert made.error is not None
+    assert made.error.code == "bad_prompt"
+    assert made.error.message.endswith("input.template: makes a value too large")
+
+
 def test_a_prompt_without_end_is_a_fault_of_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
