@@ -111,6 +111,7 @@ def _pushed(
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HTTPError,
         LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
     )
 
     from spot_batch.store.export import as_dataset
@@ -134,7 +135,7 @@ def _pushed(
             repo_id=repository,
             repo_type="dataset",
         )
-    except (HTTPError, LocalTokenNotFoundError) as error:
+    except (HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"--push-to-hub: {repository}: {why}") from error
     return f"{api.endpoint}/datasets/{repository}"

@@ -148,13 +148,14 @@ def job(tmp_path: Path) -> JobDirectory:
 
 
 def push(
-    job: JobDirectory, endpoint: str, *options: str, token: str = TOKEN
+    job: JobDirectory, endpoint: str, *options: str, token: str = TOKEN, offline: str = "0"
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SPOT_BATCH, "export", str(job.root), "--push-to-hub", REPOSITORY, *options],
         env={
             **environment(job.root.parent / "home", endpoint),
             "HF_TOKEN": token,
+            "HF_HUB_OFFLINE": offline,
             "HF_HUB_DISABLE_XET": "1",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         },
@@ -193,8 +194,8 @@ def test_rows_and_card_are_pushed_and_private_unless_told_otherwise(
 def test_a_hub_that_refuses_or_is_not_there_is_one_line(job: JobDirectory) -> None:
     with serving(Repositories()) as endpoint:
         refused = push(job, endpoint, token="hf_other")
-    gone = push(job, endpoint)
-    for done in (refused, gone, push(job, endpoint, "--format", "openai-batch")):
+    gone, offline = push(job, endpoint), push(job, endpoint, offline="1")
+    for done in (refused, gone, offline, push(job, endpoint, "--format", "openai-batch")):
         assert done.returncode == 2, done.stderr
         assert "spot-batch: --push-to-hub" in done.stderr
         assert "Traceback" not in done.stderr
