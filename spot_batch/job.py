@@ -245,6 +245,10 @@ class OutputSpec(Section):
     def _a_directory(cls, value: str | None) -> str | None:
         if value is not None and (not value or "::" in value):
             raise ValueError(f"must be a folder or one URL, got {value!r}")
+        if value is not None and value.startswith(("file:", "memory:")):
+            raise ValueError(
+                f"must be a folder's own path or the URL of a store that lasts, got {value!r}"
+            )
         if value is not None and is_url(value) and value.endswith(ONE_FILE):
             raise ValueError(
                 f"must be a job directory where it is a URL, got {value!r}; `spot-batch export` "

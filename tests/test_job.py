@@ -115,6 +115,8 @@ def test_a_key_of_a_later_version_is_refused_and_not_ignored() -> None:
         ("input__source", "https://me:secret@host/x", "input.source: must not hold a credential"),
         ("output__path", "x.arrow", "output.path: must be a folder, or one .jsonl"),
         ("output__path", "zip://a::s3://bucket/x", "output.path: must be a folder or one URL"),
+        ("output__path", "file:///data/x", "output.path: must be a folder's own path or"),
+        ("output__path", "memory://x", "output.path: must be a folder's own path or the URL of a"),
         ("output__path", "s3://bucket/x.jsonl", "output.path: must be a job directory where it is"),
         ("output__prefix", "__spot_x", "output.prefix: names that start with __spot_"),
         ("name", "a/b", "name: String should match pattern"),

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from spot_batch.inputs.errors import InputError, RowFault
-from spot_batch.inputs.template import PromptTemplate
+from spot_batch.inputs.template_process import TemplateProcess
 from spot_batch.job import JobSpec
 from spot_batch.records import PinnedInput
 
@@ -67,7 +67,7 @@ class PromptRenderer:
             if spec.input.system is not None:
                 raise InputError(f"input.system needs a chat template; {why}")
         self._column = pinned.prompt_column
-        self._template = PromptTemplate(spec.input.template) if spec.input.template else None
+        self._template = TemplateProcess(spec.input.template) if spec.input.template else None
         self._from = "input.template" if self._template else f"column {self._column!r}"
         self._is_chat = pinned.prompt_kind == "messages"
         self._system = spec.input.system

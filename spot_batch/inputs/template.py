@@ -66,7 +66,11 @@ class PromptTemplate:
     """
 
     def __init__(self, text: str) -> None:
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_printed)
+        environment = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined,
+            finalize=_printed,
+            optimized=False,  # nothing is worked out before a row is there
+        )
         environment.globals = {name: environment.globals[name] for name in _GLOBALS}
         del environment.filters["random"]
         environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
@@ -92,7 +96,10 @@ class PromptTemplate:
         return None if self._has_row else self.named
 
     def render(self, values: Mapping[str, object]) -> str:
-        """The text of a row; RowFault `bad_prompt` says what is wrong with it."""
+        """The text of a row; RowFault `bad_prompt` says what is wrong with it.
+
+        Takes as long and as much memory as the template and the row ask for: `TemplateProcess`.
+        """
         known = {
             name: _Null(f"column {name!r} is null") if value is None else value
             for name, value in values.items()

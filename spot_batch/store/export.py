@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spot_batch.inputs.template import PromptTemplate
+from spot_batch.inputs.template_process import TemplateProcess
 from spot_batch.store.destination import check_destination, replacing
 from spot_batch.store.directory import JobDirectory, OutputError
 from spot_batch.store.load import read_part_of, without_maps
@@ -184,7 +184,7 @@ class _Tables:
                 )
         if text is None:
             return table[pinned.prompt_column]
-        template = PromptTemplate(text)
+        template = TemplateProcess(text)
         rows = table.select(pinned.prompt_columns).to_pylist()
         return pa.chunked_array([[template.render(row) for row in rows]], pa.string())
 

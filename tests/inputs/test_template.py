@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from spot_batch.inputs import InputError, InputReader, pin_input, with_template
+from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.template import PromptTemplate
+from spot_batch.inputs.template_process import TemplateProcess
 from spot_batch.job import SpecError, fingerprint
 from spot_batch.records import PinnedInput
 from spot_batch.store import finalize, publish_segment
@@ -85,10 +89,52 @@ def test_a_prompt_without_end_is_a_fault_of_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spot_batch.inputs.template.MOST_CHARS", 1_000)
-    template = "{% for i in range(2000) %}{{ q }}{% endfor %}"
-    (made,) = prepare(tmp_path / "a.jsonl", [*ROWS], [0], input__template=template)
-    assert made.error is not None
-    assert "input.template: over 1,000 characters" in made.error.message
+    template = PromptTemplate("{% for i in range(2000) %}{{ q }}{% endfor %}")
+    with pytest.raises(RowFault, match="over 1,000 characters"):
+        template.render(ROWS[0])
+
+
+def test_a_row_that_never_ends_is_one_error_and_the_next_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("spot_batch.inputs.template_process.PATIENCE_S", 1.0)
+    loops = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}"
+    template = TemplateProcess(loops)
+    for _ in range(2):
+        with pytest.raises(RowFault, match=r"input\.template: takes over 1 s") as caught:
+            template.render({"n": 99_999})
+        assert caught.value.code == "bad_prompt"
+        assert template.render({"n": 3}) == "3"
+
+
+def test_values_of_all_kinds_reach_a_template_and_too_large_ones_do_not() -> None:
+    template = TemplateProcess("{{ a }} {{ b | length }} {{ c }} {{ d.e | center(w) | length }}")
+    row = {"a": Decimal("1.50"), "b": b"\x00\xff", "c": date(2026, 11, 30), "d": {"e": "\ud800\n"}}
+    assert template.render({**row, "w": 9}) == "1.50 2 2026-11-30 9"
+    assert TemplateProcess("{{ e }}").render({"e": "\ud800\n"}) == "\ud800\n"
+    with pytest.raises(RowFault, match="makes a value too large"):
+        template.render({**row, "w": 3_000_000_000})
+    assert template.render({**row, "w": 4}) == "1.50 2 2026-11-30 4"
+
+
+def test_a_process_that_is_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = TemplateProcess("{{ q }}")
+    assert template.render(ROWS[0]) == "Why?"
+    assert template._running is not None
+    template._running.process.kill()
+    assert template.render(ROWS[0]) == "Why?"
+    start = template._start
+
+    def broken() -> object:
+        running = start()
+        running.process.kill()
+        running.process.join()
+        return running
+
+    template._end()
+    monkeypatch.setattr(template, "_start", broken)
+    with pytest.raises(RowFault, match="ends the process that renders it"):
+        template.render(ROWS[0])
 
 
 @pytest.mark.parametrize(
