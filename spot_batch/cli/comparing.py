@@ -217,7 +217,10 @@ def nfe(
     for row in wrong:
         logger.warning("%s: the live run differs", row.cell.name)
     num_live = sum(row.live_agrees is not None for row in rows)
-    typer.echo(f"{num_live} of {len(rows)} cells run live too, {len(wrong)} differ")
+    if num_live:
+        typer.echo(f"{num_live} of {len(rows)} cells run live too, {len(wrong)} differ")
+    else:
+        typer.echo(f"none of {len(rows)} cells run live too: --live takes a larger share")
     return 1 if wrong else 0
 
 

@@ -81,9 +81,18 @@ def export(
         check_destination(job, output, is_folder=spec.format == "hf")  # where force is no help
         raise ValueError(f"{output}: is there already; --force writes over it")
     num_rows = write(job, output, spec, partial=partial)
-    mark = "" if job.is_complete else ", not complete"
-    print(f"{output}: {num_rows:,} rows ({spec.format}{mark}){left_out}")
+    mark, waiting = ("", "") if job.is_complete else (", not complete", _in_no_part(job))
+    print(f"{output}: {num_rows:,} rows ({spec.format}{mark}){waiting}{left_out}")
     return 0
+
+
+def _in_no_part(job: JobDirectory) -> str:
+    """What is said of a running job's samples that are durable and not to be exported yet."""
+    from spot_batch.store import scan
+
+    published = scan(job)
+    count = len(published.data) - len(published.in_parts)
+    return f"; {count:,} more are durable and in no part yet" if count else ""
 
 
 def _left_out(job: JobDirectory, spec: ExportSpec) -> str:
@@ -119,7 +128,7 @@ def _pushed(
     if spec.format == "openai-batch":
         raise ValueError("--push-to-hub pushes a dataset, not openai-batch responses")
     if not job.is_complete and not partial:
-        raise ValueError(f"{job.root}: not complete yet; --partial pushes what is published")
+        raise ValueError(f"{job.root}: not complete yet; --partial pushes the parts there are")
     api = HfApi()
     try:
         if not public and _is_public(api, repository):

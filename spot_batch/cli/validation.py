@@ -68,7 +68,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     screen.line("columns: " + ", ".join(f"{field.name} {field.type}" for field in schema))
     if lengths:
         screen.line(
-            f"prompt tokens of {len(rows):,} rows: least {lengths[0]}, "
+            f"prompt tokens of {len(lengths):,} rows: least {lengths[0]}, "
             f"median {statistics.median(lengths):g}, most {lengths[-1]}"
         )
     for fault in plan.pinned.faults:

@@ -424,7 +424,8 @@ def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str
     if not found:
         raise InputError(
             f"no prompt column in {place}: none is named {', '.join(PROMPT_COLUMNS)}; "
-            f"set input.prompt (--prompt) to one of its columns: {place.listed}"
+            "set input.prompt (--prompt) to one of its columns, or input.template (--template) for "
+            f"several of them: {place.listed}"
         )
     if len(found) > 1:
         raise InputError(

@@ -94,7 +94,11 @@ class JobDirectory:
         """The job in `root`; OutputError where there is none."""
         job = cls(root, reach=reach)
         if not job.exists:
-            raise OutputError(f"{job.root}: is not a job directory (no _spot/fingerprint.json)")
+            from spot_batch.store.mirror import address_of
+
+            raise OutputError(
+                f"{address_of(job.root)}: is not a job directory (no _spot/fingerprint.json)"
+            )
         job._check_format()
         job._loaded = job._read_state()
         return job

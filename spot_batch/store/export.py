@@ -88,7 +88,7 @@ def export(job: JobDirectory, path: Path, spec: ExportSpec, *, partial: bool = F
     cannot be read, ValueError for a `spec` that does not fit the job.
     """
     if not job.is_complete and not partial:
-        raise OutputError(f"{job.root}: not complete yet; --partial exports what is published")
+        raise OutputError(f"{job.root}: not complete yet; --partial exports the parts there are")
     final = check_destination(job, path, is_folder=spec.format == "hf")
     tables = _Tables(job, spec)
     with replacing(final) as made:

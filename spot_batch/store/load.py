@@ -34,7 +34,7 @@ def load(root: Path | str, which: Which = "data", *, partial: bool = False) -> d
     if which not in get_args(Which):
         raise ValueError(f"which must be data, errors or stats, got {which!r}")
     if not job.is_complete and not partial:
-        raise OutputError(f"{job.root}: not complete yet; partial=True loads what is published")
+        raise OutputError(f"{job.root}: not complete yet; partial=True loads the parts there are")
     info = None
     if not job.is_complete:
         info = datasets.DatasetInfo(description="Not complete: more parts follow.")

@@ -23,7 +23,7 @@ from spot_batch.store.load import damaged, read_part_of
 from spot_batch.store.scan import PartInfo, fault_of_parts, read_part
 from spot_batch.store.schema import ERROR, ERROR_STRUCT, SAMPLE_ID, STATS, STATS_STRUCT
 from spot_batch.store.schema import segment_schema as schema_of_segments
-from spot_batch.store.segments import publish_rows
+from spot_batch.store.segments import BadSegment, list_segments, publish_rows, read_segment
 from spot_batch.store.summary import Totals
 
 SEGMENT_ROWS = 8_192
@@ -38,6 +38,8 @@ def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
     affected = retried_parts(job, codes)
     job.success.unlink(missing_ok=True)
     job.reach("retry.opened")
+    _open_audits(job)
+    job.reach("retry.audits")
     count = 0
     for part in affected:
         count += sum(n for code, n in part.totals.error_codes.items() if _is_retried(code, codes))
@@ -78,6 +80,26 @@ def retried_parts(job: JobDirectory, codes: Collection[str] = ()) -> list[PartIn
     if not affected:
         raise ValueError(f"{job.root}: no error rows that a retry could mend; {there_are}")
     return affected
+
+
+def _open_audits(job: JobDirectory) -> None:
+    """Takes away audits that failed and need not have: who decodes a sample again audits it too."""
+    for path in list_segments(job.audit):
+        try:
+            info, batch = read_segment(
+                path, fingerprint=job.fingerprint, num_samples=job.num_samples
+            )
+        except (BadSegment, FileNotFoundError):  # `scan` has warned of it
+            continue
+        if all(code in ROW_CODES for code in info.totals.error_codes):
+            continue
+        rows = pa.Table.from_batches([batch])
+        codes = pc.struct_field(rows[ERROR].combine_chunks(), "code").to_pylist()
+        kept = rows.filter(pa.array([code is None or code in ROW_CODES for code in codes]))
+        if kept.num_rows:
+            totals = _totals(kept)
+            publish_rows(job, kept, totals=totals, purpose="audit", actor="retry")
+        path.unlink(missing_ok=True)
 
 
 def _is_retried(code: str, codes: Collection[str]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.store import JobDirectory, finalize, publish_segment
+from spot_batch.store import JobDirectory, compact, finalize, publish_segment
 from tests.cli.test_commands import Done
 from tests.store.jobs import make_job, make_outcomes, prompts
 
@@ -29,6 +29,15 @@ def test_error_rows_that_are_left_out_are_counted(job: JobDirectory, tmp_path: P
     kind = ["--format", "openai-batch"]
     done = Done(["export", job.root, "-o", tmp_path / "responses.jsonl", *kind])
     assert "responses.jsonl: 5 rows (openai-batch)\n" in done.shown
+
+
+def test_what_a_running_job_has_in_no_part_yet_is_counted(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(9), output__rows_per_part=4)
+    publish_segment(job, make_outcomes(job, range(7)))
+    compact(job, 0)
+    done = Done(["export", job.root, "-o", tmp_path / "x.jsonl", "--partial"])
+    assert done.code == 0, done.wrong
+    assert "4 rows (jsonl, not complete); 3 more are durable and in no part yet" in done.shown
 
 
 @pytest.mark.parametrize(

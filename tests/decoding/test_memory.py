@@ -133,7 +133,10 @@ class Watched(IntegerTarget):
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize("most", [384, 640, 1100, None])
+@pytest.mark.parametrize(
+    "most",
+    [384, *(pytest.param(most, marks=pytest.mark.slow) for most in (640, 1100, None))],
+)
 def test_samples_join_while_memory_holds_them_to_their_ends(
     most: int | None, longest_first: bool
 ) -> None:

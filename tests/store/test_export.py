@@ -189,7 +189,7 @@ def test_a_snapshot_says_that_it_is_one(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(9), output__rows_per_part=3)
     publish_segment(job, make_outcomes(job, range(3, 7)))
     compact(job, 1)
-    with pytest.raises(OutputError, match="--partial exports what is published"):
+    with pytest.raises(OutputError, match="--partial exports the parts there are"):
         export(job, tmp_path / "x.jsonl", ExportSpec(format="jsonl"))
     assert export(job, tmp_path / "x.jsonl", ExportSpec(format="jsonl"), partial=True) == 3
     note = tmp_path / "x.jsonl.incomplete"

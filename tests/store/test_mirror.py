@@ -149,6 +149,11 @@ def test_this_machine_does_not_lose_what_it_could_not_copy(
     assert any(key.startswith("_spot/segments/") for key in keys(s3))
 
 
+def test_a_job_that_is_not_there_is_named_by_its_url(s3: Any) -> None:
+    with pytest.raises(OutputError, match=rf"^{URL}: is not a job directory"):
+        JobDirectory.open(folder_of(URL))
+
+
 def test_a_store_that_cannot_be_used_is_named(s3: Any, tmp_path: Path) -> None:
     s3.put_object(Bucket="rows", Key="runs/a/notes.txt", Body=b"mine")
     with pytest.raises(OutputError, match="s3://rows/runs/a: is not empty and not a job directory"):

@@ -13,6 +13,7 @@ from spot_batch.store import (
     OutputError,
     begin_retry,
     compact,
+    compare_audits,
     finalize,
     publish_segment,
     retried_parts,
@@ -49,6 +50,23 @@ def test_retried_rows_leave_the_bytes_of_a_job_that_never_failed(tmp_path: Path)
     assert not list(job.errors.glob("*.arrow"))
     assert [part.revision for i in range(3) if (part := read_part(job, i))] == [1, 1, 0]
     assert job.is_complete
+
+
+def test_audits_that_failed_are_made_again_and_others_stay(tmp_path: Path) -> None:
+    job = make_job(tmp_path, hurtful_table(40))
+    publish_segment(job, make_outcomes(job, range(40), failed={3, 5}))
+    publish_segment(job, make_outcomes(job, [1, 3], failed={3}), purpose="audit")
+    publish_segment(job, make_outcomes(job, [5], failed={5}), purpose="audit")
+    publish_segment(job, make_outcomes(job, [7]), purpose="audit")
+    finalize(job, check=None, facts=None)
+    assert str(scan(job).audits) == "1,3,5,7"
+    begin_retry(job)
+    assert str(scan(job).audits) == "1,7"
+    publish_segment(job, make_outcomes(job, [3, 5]))
+    publish_segment(job, make_outcomes(job, [3, 5]), purpose="audit")
+    finalize(job, check=None, facts=None)
+    found = compare_audits(job)
+    assert (found.num_compared, found.num_differed) == (4, 0)
 
 
 def test_rows_that_fail_again_stay_errors_and_others_are_kept(tmp_path: Path) -> None:
