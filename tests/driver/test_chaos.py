@@ -151,6 +151,7 @@ def test_a_kill_at_any_step_of_a_retry_changes_no_byte(
     reached = Counter(count.path.read_text().split())
     assert {step: reached[step] for step in reached if step.startswith("retry.")} == {
         "retry.opened": 1,
+        "retry.audits": 1,
         "retry.kept": 3,
         "retry.marked": 3,
     }
