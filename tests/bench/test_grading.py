@@ -92,12 +92,15 @@ def test_humaneval_takes_a_whole_function_or_a_body() -> None:
         "raise SystemExit",
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
         "import sys; print('passed'); sys.stdout.flush(); import os; os._exit(0)",
-        "import os; assert os.environ.get('HOME') == '/root' or 'USER' in os.environ",
+        "import os; assert 'OURS_ALONE' in os.environ",
         "(",
         "x = '\\ud800'; print(x)",
     ],
 )
-def test_a_program_that_asks_too_much_fails_and_nothing_else(program: str, tmp_path: Path) -> None:
+def test_a_program_that_asks_too_much_fails_and_nothing_else(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS_ALONE", "a secret")
     assert not passes(program)
 
 
