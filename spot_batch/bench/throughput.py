@@ -351,11 +351,9 @@ def _plain_row(
 
 
 def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of paired ratios and the ends of its 95 % interval."""
+    """The geometric mean of two or more paired ratios and the ends of its 95 % interval."""
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(logs)
-    if len(logs) < 2:
-        return math.exp(mean), 0.0, math.inf
     student = _STUDENT[min(len(logs) - 2, len(_STUDENT) - 1)]
     spread = student * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - spread), math.exp(mean + spread)

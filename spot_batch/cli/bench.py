@@ -219,8 +219,10 @@ def throughput(
     _check_unmasking(unmasking)
     if passes < 2:
         raise ValueError(f"--passes must be at least 2, got {passes}")
-    if not 0 <= plain_passes <= passes:
-        raise ValueError(f"--plain-passes must be from 0 to --passes {passes}, got {plain_passes}")
+    if plain_passes and not 2 <= plain_passes <= passes:
+        raise ValueError(
+            f"--plain-passes must be 0, or from 2 to --passes {passes}, got {plain_passes}"
+        )
     if not turn_seconds > 0.0:
         raise ValueError(f"--turn-seconds must be above 0, got {turn_seconds}")
     check_writable(json_file, "--json")
