@@ -22,9 +22,7 @@ MOST_SLOTS = 20
 """Drafted slots a sample that a tree is grown for; beyond, masses are too small to pay."""
 
 _HYSTERESIS = 0.03
-_TRIAL_ROUNDS, _TRIAL_SAMPLES = 8, 32
-"""Rounds that the mean gain is of, and samples' rounds that say enough of it: where a gain is of a
-few percent, fewer end drafting by chance."""
+_TRIAL_ROUNDS = 8
 _PROBE_EVERY = 64
 _FORGET = 0.1
 _FORGET_ALL = 0.004
@@ -311,11 +309,10 @@ class Budget:
     def _decide(self, load: Load, gain: float) -> None:
         """Drafting as a whole, its own time included, gained so much over not drafting."""
         self._num_tried += 1
-        least = _trial(load)
-        # The mean at first, then of about the last rounds.
-        self._gain += (gain - self._gain) / min(self._num_tried, max(_TRIAL_ROUNDS, least))
-        if self._num_tried < least:
-            return
+        # The mean at first, then of about the last eight rounds.
+        self._gain += (gain - self._gain) / min(self._num_tried, _TRIAL_ROUNDS)
+        if self._num_tried * load.num_roots < _TRIAL_ROUNDS:
+            return  # one sample's round says little: some more of them
         if self.is_on:
             if self._gain <= 0.0:
                 self._rest(load)
@@ -327,11 +324,6 @@ class Budget:
     def _rest(self, load: Load) -> None:
         """Leave the drafter alone for a while; a probe of several rounds comes less often."""
         self.is_on = False
-        self._until_probe = _PROBE_EVERY * _trial(load)
+        self._until_probe = _PROBE_EVERY * max(1, -(-_TRIAL_ROUNDS // load.num_roots))
         self._probed_roots = load.num_roots
         self._num_tried, self._gain = 0, 0.0
-
-
-def _trial(load: Load) -> int:
-    """Rounds of so many samples before anything is said of a gain."""
-    return -(-_TRIAL_SAMPLES // load.num_roots)

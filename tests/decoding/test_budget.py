@@ -117,24 +117,16 @@ def rounds(budget: Budget, num: int, trees: Sequence[DraftTree]) -> int:
 
 def test_a_drafter_that_does_not_pay_is_asked_every_64_rounds() -> None:
     budget = Budget(linear(1e-3, 1.0, draft=0.1))
-    trees = [chain(0.9)] * 32
+    trees = [chain(0.9)] * 8
     assert rounds(budget, 1 + 3 * 64, trees) == 4
     assert not budget.is_on
 
 
 def test_one_that_pays_again_is_asked_in_every_round() -> None:
     budget = Budget(linear(10.0, 1e-3, draft=1.0))
-    assert rounds(budget, 10, [chain(0.01)] * 8) == 4
-    assert rounds(budget, 4 * 64, [chain(0.9)] * 8) < 64
+    assert rounds(budget, 10, [chain(0.01)] * 8) == 1
+    assert rounds(budget, 64, [chain(0.9)] * 8) < 64
     assert rounds(budget, 20, [chain(0.9)] * 8) == 20
-
-
-@pytest.mark.parametrize(("num_roots", "num_rounds"), [(1, 32), (3, 11), (8, 4), (64, 1)])
-def test_the_fewer_samples_the_more_rounds_say_that_drafts_do_not_pay(
-    num_roots: int, num_rounds: int
-) -> None:
-    budget = Budget(linear(10.0, 1e-3, draft=9.0))
-    assert rounds(budget, 64, [chain(0.01)] * num_roots) == num_rounds
 
 
 def test_a_batch_that_drains_is_probed_at_once() -> None:
@@ -145,7 +137,7 @@ def test_a_batch_that_drains_is_probed_at_once() -> None:
 
 
 def test_a_drafters_own_time_counts() -> None:
-    trees = [chain(0.7)] * 32
+    trees = [chain(0.7)] * 8
     cheap, dear = Budget(linear(8.0, 0.1)), Budget(linear(8.0, 0.1, draft=9.0))
     assert rounds(cheap, 10, trees) == 10
     assert rounds(dear, 10, trees) == 1
