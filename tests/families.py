@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from spot_batch.targets.families import FAMILIES
-from spot_batch.targets.registry import ModelInfo, read_json
-from spot_batch.targets.shapes import read_sizes, tensor_shapes
-from tests.models import attend, byte_tokenizer
+from spot_batch.checkpoints.families import FAMILIES
+from spot_batch.checkpoints.registry import ModelInfo, read_json
+from spot_batch.checkpoints.shapes import read_sizes, tensor_shapes
+from tests.tiny_models import attend, byte_tokenizer
 
 Config = dict[str, Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from spot_batch.targets.slots import SlotBatch
+from spot_batch.models.slots import SlotBatch
 
 NUM_LETTERS = 256  # the byte tokens; special ones stand behind them
 

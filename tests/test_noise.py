@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spot_batch import noise as noise_module
-from spot_batch.decoding import transition as transition_module
-from spot_batch.decoding.transition import perturbed_argmax
+from spot_batch.engine import transition as transition_module
+from spot_batch.engine.transition import perturbed_argmax
 from spot_batch.noise import (
     GUMBEL_MAX,
     NO_STEP,

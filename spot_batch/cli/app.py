@@ -19,7 +19,7 @@ import typer
 from spot_batch.cli import specs
 
 if TYPE_CHECKING:
-    from spot_batch.job import JobSpec
+    from spot_batch.job.spec import JobSpec
 
 app = typer.Typer(
     name="spot-batch",
@@ -92,8 +92,8 @@ def speaking_plainly(command: Command) -> Command:
                 raise
             _fail(str(error), 2)
         except OSError as error:
-            from spot_batch.driver.progress import no_space
-            from spot_batch.store import StorageFull
+            from spot_batch.jobdir.files import StorageFull
+            from spot_batch.service.progress import no_space
 
             if isinstance(error, StorageFull):
                 _fail(no_space(error), 75)
@@ -144,7 +144,7 @@ def _said_of(error: OSError) -> str | None:
 
 def _fail(message: str, code: int) -> NoReturn:
     from spot_batch.cli.screen import printable
-    from spot_batch.job import redacted
+    from spot_batch.job.secrets import redacted
 
     sys.stderr.write(f"spot-batch: {printable(redacted(message))}\n")
     raise typer.Exit(code)
@@ -228,7 +228,7 @@ def demo(
 def resume(out: Out, as_json: Json = False) -> int:
     """Go on with the job in a directory, or follow it while it runs."""
     from spot_batch.cli import running
-    from spot_batch.store import folder_of
+    from spot_batch.jobdir.mirror import folder_of
 
     return running.resume(folder_of(out), as_json=as_json)
 
@@ -242,7 +242,7 @@ def retry(
 ) -> int:
     """Make the error rows of a complete job again, but those whose fault is their own."""
     from spot_batch.cli import running
-    from spot_batch.store import folder_of
+    from spot_batch.jobdir.mirror import folder_of
 
     codes = [each.strip() for each in code.split(",") if each.strip()]
     return running.retry(folder_of(out), codes, as_json=as_json)
@@ -253,7 +253,7 @@ def retry(
 def status(out: Out, as_json: Json = False) -> int:
     """How far a job is, from its directory alone."""
     from spot_batch.cli.status import show_status
-    from spot_batch.store import folder_of
+    from spot_batch.jobdir.mirror import folder_of
 
     return show_status(folder_of(out), as_json=as_json)
 
@@ -274,7 +274,7 @@ def validate(
 ) -> int:
     """Check spec, input and prompts without a device: nothing is generated."""
     from spot_batch.cli.validation import show_validation
-    from spot_batch.job import load_spec
+    from spot_batch.job.reading import load_spec
 
     overrides = _overrides(
         inputs=inputs,
@@ -329,7 +329,7 @@ def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        from spot_batch import __version__
+        from spot_batch.version import __version__
 
         print(__version__)
         raise typer.Exit
@@ -343,7 +343,7 @@ def compose(
     values: dict[str, object],
 ) -> tuple[JobSpec, Path]:
     """The spec of a file (or none) under the flags, and the job directory that it goes to."""
-    from spot_batch.job import load_spec
+    from spot_batch.job.reading import load_spec
 
     loaded = load_spec(
         specs.find(spec) if spec is not None else None,
@@ -382,7 +382,7 @@ def _overrides(
     *, inputs: list[str] | None, sets: list[str] | None, values: dict[str, object]
 ) -> dict[str, object]:
     """Dotted keys, a flag over `--set` over the file. Another input is read in its own way."""
-    from spot_batch.job import parse_override
+    from spot_batch.job.reading import parse_override
 
     flags = {key: value for key, value in values.items() if value is not None}
     # A model first: it takes the place of the file's, and `--set` may say more of it.

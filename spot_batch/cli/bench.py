@@ -34,12 +34,12 @@ from spot_batch.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from spot_batch.bench.exact import Drafting
-    from spot_batch.bench.loading import Models
-    from spot_batch.bench.occupancy import Occupancy
-    from spot_batch.decoding import LatencyTable
-    from spot_batch.records import SamplingParams
-    from spot_batch.targets.registry import ModelInfo
+    from spot_batch.checkpoints.registry import ModelInfo
+    from spot_batch.engine.latency import LatencyTable
+    from spot_batch.lab.bench.exact import Drafting
+    from spot_batch.lab.bench.loading import Models
+    from spot_batch.lab.bench.occupancy import Occupancy
+    from spot_batch.records.sampling import SamplingParams
 
 Unmask = Annotated[str, typer.Option(help="single or threshold.")]
 
@@ -71,10 +71,10 @@ def exact(
 ) -> int:
     """Compare drafted outputs with draft-free ones token for token, and count forwards saved."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from spot_batch.bench.cells import Kept, digest_of, run_cells
-    from spot_batch.bench.exact import ExactBenchmark, ExactCell, ExactRow
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.prompts import read_questions
+    from spot_batch.lab.bench.exact import ExactBenchmark, ExactCell, ExactRow
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.questions import read_questions
+    from spot_batch.lab.bench.running import Kept, digest_of, run_cells
 
     kinds = list(dict.fromkeys(numerics.split(",")))
     if not set(kinds) <= {"canonical", "fast"}:
@@ -122,7 +122,7 @@ def exact(
 
 def _draftings(budgets: str, gammas: str, crossing: str) -> dict[str, Drafting]:
     """Ways to draft, by name, each once. Raises ValueError naming an option."""
-    from spot_batch.bench.exact import Drafting
+    from spot_batch.lab.bench.exact import Drafting
 
     sizes = numbers(budgets, int, "budgets", least=1)
     floors = numbers(gammas, float, "gammas", least=0.0, most=1.0, may_be_empty=True)
@@ -163,8 +163,8 @@ def latency(
     if not seconds > 0.0:
         raise ValueError(f"--seconds must be above 0, got {seconds}")
     check_writable(json_file, "--json")
-    from spot_batch.bench.loading import find_models
-    from spot_batch.decoding import measure_latency
+    from spot_batch.engine.latency import measure_latency
+    from spot_batch.lab.bench.loading import find_models
 
     models = find_models(
         model,
@@ -228,11 +228,11 @@ def throughput(
     check_writable(json_file, "--json")
     import transformers
 
-    from spot_batch.bench.cells import Kept, digest_of, digest_of_files, run_cells
-    from spot_batch.bench.loading import device_name, find_models
-    from spot_batch.bench.plain import FAMILY
-    from spot_batch.bench.prompts import read_questions
-    from spot_batch.bench.throughput import (
+    from spot_batch.lab.bench.loading import device_name, find_models
+    from spot_batch.lab.bench.plain import FAMILY
+    from spot_batch.lab.bench.questions import read_questions
+    from spot_batch.lab.bench.running import Kept, digest_of, digest_of_files, run_cells
+    from spot_batch.lab.bench.throughput import (
         BASELINE,
         CANONICAL,
         PLAIN,
@@ -328,10 +328,10 @@ def simulate(
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
     check_writable(json_file, "--json")
-    from spot_batch.bench.cells import Kept, digest_of, run_cells
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.prompts import read_questions
-    from spot_batch.bench.simulate import SimulatedBenchmark, SimulatedCell, SimulatedRow
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.questions import read_questions
+    from spot_batch.lab.bench.running import Kept, digest_of, run_cells
+    from spot_batch.lab.bench.simulate import SimulatedBenchmark, SimulatedCell, SimulatedRow
 
     costs = {name: _clock(name) for name in dict.fromkeys(tables.split(","))}
     models = find_models(model, drafter, threads=threads, device=device)
@@ -413,10 +413,10 @@ def occupancy(
         )
     numbered = seeds_of(seeds)
     check_writable(json_file, "--json")
-    from spot_batch.bench.cells import Kept, digest_of, run_cells
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.occupancy import Occupancy, OccupancyBenchmark, OccupancyCell
-    from spot_batch.bench.prompts import read_questions
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.occupancy import Occupancy, OccupancyBenchmark, OccupancyCell
+    from spot_batch.lab.bench.questions import read_questions
+    from spot_batch.lab.bench.running import Kept, digest_of, run_cells
 
     table = None if clock == "device" else _clock(clock)
     models = find_models(model, drafter, dtype=dtype, threads=threads, device=device)
@@ -472,7 +472,7 @@ def _show_occupancy(run: Occupancy, *, plot: bool) -> None:
 
 def _clock(name: str) -> LatencyTable:
     """A table by formula or of a file."""
-    from spot_batch.bench.simulate import BODIES
+    from spot_batch.lab.bench.simulate import BODIES
 
     return BODIES[name].table() if name in BODIES else _table(Path(name), known=BODIES)
 
@@ -487,7 +487,7 @@ def _budget(text: str) -> int | Literal["auto"]:
 
 def _table(path: Path, *, known: Iterable[str] = ()) -> LatencyTable:
     """A file of `bench latency`. Raises ValueError naming it, and the `known` names."""
-    from spot_batch.decoding import LatencyTable
+    from spot_batch.engine.latency import LatencyTable
 
     try:
         return LatencyTable.from_json(path.read_text(encoding="utf-8"), f"{path}")
@@ -500,7 +500,7 @@ def _table(path: Path, *, known: Iterable[str] = ()) -> LatencyTable:
 def _params(
     info: ModelInfo, temperature: float, max_new_tokens: int, unmasking: str
 ) -> SamplingParams:
-    from spot_batch.records import SamplingParams
+    from spot_batch.records.sampling import SamplingParams
 
     return SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -545,7 +545,7 @@ def store(
     lease: Annotated[int, typer.Option(min=1, help="Samples to a segment.")] = 1_000,
 ) -> int:
     """Measure leasing, publication, compaction and recovery with an engine that answers at once."""
-    from spot_batch.bench.store import bench_store
+    from spot_batch.lab.bench.jobdir import bench_store
 
     figures = bench_store(folder, num_samples=samples, lease_rows=lease)
     typer.echo(

@@ -31,8 +31,8 @@ from spot_batch.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from spot_batch.bench.nfe import Cell, NfeRow
-    from spot_batch.drafters.spiffy import SpiffyGraph
+    from spot_batch.lab.bench.nfe import Cell, NfeRow
+    from spot_batch.lab.methods.spiffy import SpiffyGraph
 
 logger = logging.getLogger(__name__)
 
@@ -142,11 +142,11 @@ def nfe(
     threads: Threads = 1,
 ) -> int:
     """Forwards that each method needs, replayed on recorded draft-free decoding."""
-    from spot_batch.bench.cells import Kept, digest_of, digest_of_files, run_cells
-    from spot_batch.bench.grid import NfeBenchmark
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.nfe import NfeRow
-    from spot_batch.drafters.spiffy import load_graphs
+    from spot_batch.lab.bench.grid import NfeBenchmark
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.nfe import NfeRow
+    from spot_batch.lab.bench.running import Kept, digest_of, digest_of_files, run_cells
+    from spot_batch.lab.methods.spiffy import load_graphs
 
     grid = read_grid(
         spec,
@@ -226,8 +226,8 @@ def nfe(
 
 def _groups(grid: Grid) -> list[list[Cell]]:
     """The cells of a grid, those of one recording together. Raises ValueError naming an option."""
-    from spot_batch.bench.nfe import METHODS, Cell
-    from spot_batch.bench.tasks import find_tasks
+    from spot_batch.lab.bench.nfe import METHODS, Cell
+    from spot_batch.lab.bench.tasks import find_tasks
 
     methods = list(dict.fromkeys(name.strip() for name in grid.methods.split(",")))
     for name in methods:
@@ -271,17 +271,17 @@ def _lengths(text: str) -> list[int | None]:
 
 def _calibration_prompts(path: Path | None, count: int) -> list[str]:
     if path is None:
-        from spot_batch.training.corpus import problems
+        from spot_batch.lab.bundled.corpus import problems
 
         return [each.question for each in problems(count, seed=0, split="train")]
-    from spot_batch.bench.prompts import read_questions
+    from spot_batch.lab.bench.questions import read_questions
 
     return read_questions(path, limit=count)
 
 
 def _show(rows: Sequence[NfeRow], grid: Grid) -> None:
     """Tables of ratios: a line a method, a column a temperature and budget."""
-    from spot_batch.bench.nfe import gaps
+    from spot_batch.lab.bench.nfe import gaps
 
     published = {
         (str(each["task"]), str(each["method"]), int(each["budget"]), float(each["temperature"])): (
@@ -326,10 +326,10 @@ def spiffy(
     """Count the baseline's draft graphs on recorded trajectories, one a temperature and budget."""
     import torch
 
-    from spot_batch.drafters.spiffy import save_graphs
-    from spot_batch.training.drafter import made_from
-    from spot_batch.training.graphs import count_formulas, fit_graph
-    from spot_batch.training.trajectories import load_trajectories
+    from spot_batch.lab.methods.graphs import count_formulas, fit_graph
+    from spot_batch.lab.methods.spiffy import save_graphs
+    from spot_batch.learning.drafter import made_from
+    from spot_batch.learning.trajectories import load_trajectories
 
     sizes = numbers(budgets, int, "budgets", least=1)
     check_writable(output, "--output", makes_folders=True)

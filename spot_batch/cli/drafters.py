@@ -15,8 +15,8 @@ from spot_batch.cli.measuring import check_writable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from spot_batch.drafters.foreign import ForeignFile, Looks
-    from spot_batch.training.trajectories import Trajectories
+    from spot_batch.lab.foreign.files import ForeignFile, Looks
+    from spot_batch.learning.trajectories import Trajectories
 
 drafters = typer.Typer(
     help="Drafters: which there are, what a file is, taking one over.", no_args_is_help=True
@@ -79,8 +79,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """What a file of unknown origin holds and looks like. Nothing in it is run."""
-    from spot_batch.drafters.foreign import looks_like, open_foreign
-    from spot_batch.drafters.mapping import starter_map
+    from spot_batch.lab.foreign.files import looks_like, open_foreign
+    from spot_batch.lab.foreign.mapping import starter_map
 
     file = open_foreign(path, max_bytes=max_bytes)
     looks = looks_like(file)
@@ -166,14 +166,14 @@ def import_drafter(
     """
     import torch
 
-    from spot_batch.drafters.foreign import open_foreign
-    from spot_batch.drafters.mapping import assemble, read_map
     from spot_batch.drafters.order import bare_path, card_file, save_order
-    from spot_batch.training.calibration import fit_calibration
-    from spot_batch.training.drafter import made_from
-    from spot_batch.training.figures import measure, tables
-    from spot_batch.training.queries import DepthLaw
-    from spot_batch.training.trajectories import load_trajectories
+    from spot_batch.lab.foreign.files import open_foreign
+    from spot_batch.lab.foreign.mapping import assemble, read_map
+    from spot_batch.learning.calibration import fit_calibration
+    from spot_batch.learning.drafter import made_from
+    from spot_batch.learning.figures import measure, tables
+    from spot_batch.learning.queries import DepthLaw
+    from spot_batch.learning.trajectories import load_trajectories
 
     check_writable(card_file(bare_path(output)), "--output", makes_folders=True)
     plan = read_map(map_file)
@@ -239,14 +239,14 @@ def masses(
         write_card,
     )
     from spot_batch.drafters.registry import find_drafter
-    from spot_batch.training.calibration import (
+    from spot_batch.learning.calibration import (
         MAX_STATES,
         compare,
         comparison_table,
         fit_calibration,
     )
-    from spot_batch.training.drafter import made_from, unseen
-    from spot_batch.training.trajectories import load_trajectories
+    from spot_batch.learning.drafter import made_from, unseen
+    from spot_batch.learning.trajectories import load_trajectories
 
     path = find_drafter(drafter)
     written = card_file(path if output is None else bare_path(output))

@@ -12,8 +12,8 @@ from spot_batch.cli.app import Out, app, speaking_plainly
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from spot_batch.store import JobDirectory
-    from spot_batch.store.export import ExportSpec
+    from spot_batch.jobdir.directory import JobDirectory
+    from spot_batch.results.export import ExportSpec
 
 
 @app.command()
@@ -51,10 +51,11 @@ def export(
     """Write results as Parquet, JSON lines, a saved dataset, an Arrow stream or batch responses."""
     from typing import get_args
 
-    from spot_batch.store import JobDirectory, folder_of
-    from spot_batch.store.destination import check_destination
-    from spot_batch.store.export import ExportSpec, Format, Shape, format_of
-    from spot_batch.store.export import export as write
+    from spot_batch.jobdir.directory import JobDirectory
+    from spot_batch.jobdir.mirror import folder_of
+    from spot_batch.results.destination import check_destination
+    from spot_batch.results.export import ExportSpec, Format, Shape, format_of
+    from spot_batch.results.export import export as write
 
     if (output is None) == (push is None):
         raise ValueError("export wants a file or folder (-o), or a repository (--push-to-hub)")
@@ -88,7 +89,7 @@ def export(
 
 def _in_no_part(job: JobDirectory) -> str:
     """What is said of a running job's samples that are durable and not to be exported yet."""
-    from spot_batch.store import scan
+    from spot_batch.jobdir.scan import scan
 
     published = scan(job)
     count = len(published.data) - len(published.in_parts)
@@ -97,7 +98,7 @@ def _in_no_part(job: JobDirectory) -> str:
 
 def _left_out(job: JobDirectory, spec: ExportSpec) -> str:
     """What is said of the rows without a generation: batch responses alone have them."""
-    from spot_batch.store.load import num_errors
+    from spot_batch.results.load import num_errors
 
     count = 0 if spec.format == "openai-batch" else num_errors(job)
     if not count:
@@ -123,7 +124,7 @@ def _pushed(
         OfflineModeIsEnabled,
     )
 
-    from spot_batch.store.export import as_dataset
+    from spot_batch.results.export import as_dataset
 
     if spec.format == "openai-batch":
         raise ValueError("--push-to-hub pushes a dataset, not openai-batch responses")

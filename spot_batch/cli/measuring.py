@@ -14,8 +14,8 @@ import typer
 from spot_batch.cli.app import numbers
 
 if TYPE_CHECKING:
-    from spot_batch.bench.cells import Row, Spread
-    from spot_batch.bench.loading import Models
+    from spot_batch.lab.bench.loading import Models
+    from spot_batch.lab.bench.running import Row, Spread
 
 Inputs = Annotated[
     Path | None, typer.Option("-i", "--input", help="JSON lines of prompts; packaged ones.")
@@ -53,7 +53,7 @@ def seeds_of(text: str) -> list[int]:
 
 def temperatures_of(text: str) -> list[float]:
     """`--temperatures`. Raises ValueError naming it."""
-    from spot_batch.job import checked_temperature
+    from spot_batch.job.limits import checked_temperature
 
     found = numbers(text, float, "temperatures")
     for each in found:
@@ -100,7 +100,7 @@ def spread_to(address: str | None, models: Models) -> Spread | None:
     """Where cells are measured: on a cluster, or here with None."""
     if address is None:
         return None
-    from spot_batch.driver.spreading import spread_over
+    from spot_batch.lab.bench.cluster import spread_over
 
     return spread_over(
         address, num_threads=models.threads, num_gpus=int(models.device.type == "cuda")
@@ -111,8 +111,8 @@ def load_prompts(
     tasks: str, *, data: Path | None, limit: int
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The first prompts of each task, and their digests. Raises ValueError naming a bad row."""
-    from spot_batch.bench.cells import digest_of
-    from spot_batch.bench.tasks import find_tasks, load_task
+    from spot_batch.lab.bench.running import digest_of
+    from spot_batch.lab.bench.tasks import find_tasks, load_task
 
     prompts = {
         task.name: [row.prompt for row in load_task(task, data=data, limit=limit)]

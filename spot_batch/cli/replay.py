@@ -22,9 +22,10 @@ def replay(
     from dataclasses import asdict
 
     from spot_batch.cli.screen import Screen
-    from spot_batch.driver.progress import Exit
-    from spot_batch.driver.replay import replay as decode_again
-    from spot_batch.store import JobDirectory, folder_of
+    from spot_batch.jobdir.directory import JobDirectory
+    from spot_batch.jobdir.mirror import folder_of
+    from spot_batch.service.progress import Exit
+    from spot_batch.service.replay import replay as decode_again
 
     again = decode_again(JobDirectory.open(folder_of(out)), row, sample_index=sample)
     code = Exit.CHECK_FAILED if again.differing else Exit.COMPLETE

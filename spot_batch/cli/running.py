@@ -18,30 +18,21 @@ from spot_batch.cli.screen import (
     show_plan,
     show_results,
 )
-from spot_batch.driver.plan import JobPlan, plan_job, plan_of
-from spot_batch.driver.progress import ENDED, Exit
-from spot_batch.driver.run import JobResult, run_job
-from spot_batch.job import JobSpec, SpecError, diff_fields, dump_spec, load_spec
-from spot_batch.records import Heartbeat
-from spot_batch.remote import is_url
-from spot_batch.store import (
-    DriverAlive,
-    JobDirectory,
-    Mirror,
-    OutputError,
-    SpecConflict,
-    acquire_driver_lease,
-    address_of,
-    begin_retry,
-    folder_of,
-    is_driven_from,
-    mirrored,
-    read_driver,
-    read_heartbeat,
-    retried_parts,
-)
-from spot_batch.store.export import ExportSpec, export, format_of
-from spot_batch.store.lease import is_alive
+from spot_batch.job.fingerprint import diff_fields
+from spot_batch.job.reading import dump_spec, load_spec
+from spot_batch.job.remote import is_url
+from spot_batch.job.spec import JobSpec, SpecError
+from spot_batch.jobdir.directory import JobDirectory, SpecConflict
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease, is_alive, read_driver
+from spot_batch.jobdir.events import read_heartbeat
+from spot_batch.jobdir.files import OutputError
+from spot_batch.jobdir.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
+from spot_batch.jobdir.retry import begin_retry, retried_parts
+from spot_batch.records.progress import Heartbeat
+from spot_batch.results.export import ExportSpec, export, format_of
+from spot_batch.service.plan import JobPlan, plan_job, plan_of
+from spot_batch.service.progress import ENDED, Exit
+from spot_batch.service.run import JobResult, run_job
 
 FOLLOW_S = 0.5
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from spot_batch.store import JobDirectory
-from spot_batch.store.schema import ERROR
-from spot_batch.store.segments import BadSegment, read_segment
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.schema import ERROR
+from spot_batch.jobdir.segments import BadSegment, read_segment
 
 Pair = tuple[str, str]
 

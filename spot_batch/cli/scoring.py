@@ -36,7 +36,7 @@ from spot_batch.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from spot_batch.bench.order import CommitOrder
+    from spot_batch.lab.bench.order import CommitOrder
 
 
 @bench.command("prompts")
@@ -50,9 +50,9 @@ def prompts(
     as_json: Json = False,
 ) -> None:
     """The exact prompt of each task, as the model is given it."""
-    from spot_batch.bench.prompts import rendered
-    from spot_batch.bench.tasks import find_tasks, load_task
-    from spot_batch.targets.registry import load_tokenizer, resolve_model
+    from spot_batch.checkpoints.registry import load_tokenizer, resolve_model
+    from spot_batch.lab.bench.questions import rendered
+    from spot_batch.lab.bench.tasks import find_tasks, load_task
 
     found: list[dict[str, object]] = []
     info = None if template else resolve_model(model)
@@ -101,9 +101,9 @@ def commit_order(
     threads: Threads = 1,
 ) -> None:
     """How long stale distributions hold, and what knowing order or tokens is worth."""
-    from spot_batch.bench.cells import Kept, run_cells
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.order import CommitOrder, OrderBenchmark, OrderCell, plot_order
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.order import CommitOrder, OrderBenchmark, OrderCell, plot_order
+    from spot_batch.lab.bench.running import Kept, run_cells
 
     sizes = numbers(budgets, int, "budgets", least=1)
     heats, numbered = temperatures_of(temperatures), seeds_of(seeds)
@@ -188,11 +188,11 @@ def scores(
     threads: Threads = 1,
 ) -> int:
     """Right answers, drafted and draft-free: equal, since the texts are."""
-    from spot_batch.bench.cells import Kept, digest_of, run_cells
-    from spot_batch.bench.grading import ScoreCell, ScoreRow, find_grader
-    from spot_batch.bench.loading import find_models
-    from spot_batch.bench.scores import ScoreBenchmark
-    from spot_batch.bench.tasks import find_tasks, load_task
+    from spot_batch.lab.bench.grading import ScoreCell, ScoreRow, find_grader
+    from spot_batch.lab.bench.loading import find_models
+    from spot_batch.lab.bench.running import Kept, digest_of, run_cells
+    from spot_batch.lab.bench.scores import ScoreBenchmark
+    from spot_batch.lab.bench.tasks import find_tasks, load_task
 
     heats, numbered = temperatures_of(temperatures), seeds_of(seeds)
     check_writable(json_file, "--json")

@@ -17,16 +17,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spot_batch.driver.progress import describe, describe_drafting, describe_load, describe_loads
-from spot_batch.job import redacted
-from spot_batch.records import Heartbeat, LoadProgress, Receipt
-from spot_batch.remote import is_url
-from spot_batch.store import address_of
-from spot_batch.store.card import describe_check
+from spot_batch.job.remote import is_url
+from spot_batch.job.secrets import redacted
+from spot_batch.jobdir.card import describe_check
+from spot_batch.jobdir.mirror import address_of
+from spot_batch.records.lending import Receipt
+from spot_batch.records.progress import Heartbeat, LoadProgress
+from spot_batch.service.progress import describe, describe_drafting, describe_load, describe_loads
 
 if TYPE_CHECKING:
-    from spot_batch.driver.plan import JobPlan
-    from spot_batch.store import JobDirectory, Summary, Totals
+    from spot_batch.jobdir.directory import JobDirectory
+    from spot_batch.jobdir.summary import Summary, Totals
+    from spot_batch.service.plan import JobPlan
 
 PLAIN_LINE_S = 30.0
 LOAD_QUIET_S, LOAD_LINE_S = 3.0, 10.0

@@ -7,17 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from spot_batch.cli.screen import Screen, resume_command
-from spot_batch.driver.progress import describe, describe_drafting, describe_load
-from spot_batch.records import Heartbeat
-from spot_batch.store import (
-    JobDirectory,
-    address_of,
-    fault_of_parts,
-    read_driver,
-    read_heartbeat,
-    scan,
-)
-from spot_batch.store.lease import is_alive
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.driver_lock import is_alive, read_driver
+from spot_batch.jobdir.events import read_heartbeat
+from spot_batch.jobdir.mirror import address_of
+from spot_batch.jobdir.scan import fault_of_parts, scan
+from spot_batch.records.progress import Heartbeat
+from spot_batch.service.progress import describe, describe_drafting, describe_load
 
 
 def show_status(out: Path, *, as_json: bool) -> int:

@@ -11,9 +11,9 @@ import typer
 from spot_batch.cli.app import Json, app, speaking_plainly
 
 if TYPE_CHECKING:
+    from spot_batch.checkpoints.registry import ModelInfo
+    from spot_batch.checkpoints.report import Description, Memory, Weights
     from spot_batch.drafters.registry import DrafterChoice
-    from spot_batch.targets.registry import ModelInfo
-    from spot_batch.targets.report import Description, Memory, Weights
 
 targets = typer.Typer(help="Targets: which there are, what one is.", no_args_is_help=True)
 app.add_typer(targets, name="targets")
@@ -23,14 +23,15 @@ app.add_typer(targets, name="targets")
 @speaking_plainly
 def list_targets(as_json: Json = False) -> None:
     """The families, packaged and published targets, and who is refused and why. No network."""
+    from spot_batch.checkpoints.families import AUTOREGRESSIVE, EDITING, FAMILIES, REFUSED
+    from spot_batch.checkpoints.published import published_names
+    from spot_batch.checkpoints.registry import packaged_targets
+    from spot_batch.checkpoints.report import describe_target
     from spot_batch.cli.screen import Screen
-    from spot_batch.targets.families import AUTOREGRESSIVE, EDITING, FAMILIES, REFUSED
-    from spot_batch.targets.published import published_names
-    from spot_batch.targets.registry import packaged_targets
-    from spot_batch.targets.report import describe_target
+    from spot_batch.models.block import check_network
 
-    packaged = [describe_target(name) for name in packaged_targets()]
-    found = [describe_target(name) for name in published_names()]
+    packaged = [describe_target(name, check=check_network) for name in packaged_targets()]
+    found = [describe_target(name, check=check_network) for name in published_names()]
     refused = {**REFUSED, "LLaDA2.1, LLaDA2.2": EDITING, "other ...ForCausalLM": AUTOREGRESSIVE}
     if as_json:
         document = {
@@ -76,10 +77,13 @@ def check(
     as_json: Json = False,
 ) -> None:
     """What a target is, by its small files or its name: no weights are downloaded or loaded."""
+    from spot_batch.checkpoints.report import describe_target, memory_of
     from spot_batch.drafters.registry import choose_drafter
-    from spot_batch.targets.report import describe_target, memory_of
+    from spot_batch.models.block import check_network
 
-    found = describe_target(target, revision=revision, block_length=block_length, mask_id=mask_id)
+    found = describe_target(
+        target, revision=revision, block_length=block_length, mask_id=mask_id, check=check_network
+    )
     info = found.info
     memory = memory_of(
         info,
@@ -100,8 +104,8 @@ def check(
 
 
 def _show(found: Description, memory: Memory, drafter: DrafterChoice) -> None:
+    from spot_batch.checkpoints.report import MEMORY_FORMULA
     from spot_batch.cli.screen import Screen
-    from spot_batch.targets.report import MEMORY_FORMULA
 
     info, family = found.info, found.info.family
     screen = Screen()

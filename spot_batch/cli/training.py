@@ -28,7 +28,7 @@ from spot_batch.cli.app import (
 from spot_batch.cli.measuring import check_writable, temperatures_of
 
 if TYPE_CHECKING:
-    from spot_batch.training.samples import ExtraSource
+    from spot_batch.lab.bundled.sources import ExtraSource
 
 train = typer.Typer(help="Train targets and drafters.", no_args_is_help=True)
 app.add_typer(train, name="train")
@@ -58,8 +58,8 @@ def trajectories(
     as_json: Json = False,
 ) -> int:
     """Run a job that also records what the target saw and committed, for `train drafter`."""
-    from spot_batch.actor import model_info
     from spot_batch.cli import running
+    from spot_batch.service.assemble import model_info
 
     loaded, out = compose(
         spec,
@@ -102,7 +102,7 @@ def corpus(
     ] = None,
 ) -> None:
     """Write questions of the bundled target's synthetic corpus, with their answers."""
-    from spot_batch.training.corpus import write_prompts
+    from spot_batch.lab.bundled.corpus import write_prompts
 
     check_writable(output, "FILE")
     mixed = temperatures_of(temperatures) if temperatures is not None else []
@@ -137,11 +137,11 @@ def target(
     With glibc a step is several times faster when freed memory is kept: set MALLOC_MMAP_MAX_=0,
     MALLOC_TRIM_THRESHOLD_=100000000000 and MALLOC_TOP_PAD_=268435456 for the process.
     """
-    from spot_batch.training.corpus import held_out_problems
-    from spot_batch.training.curve import plot_losses
-    from spot_batch.training.export import evaluate_checkpoint, export_target, gsm8k_note
-    from spot_batch.training.gsm8k import gsm8k_figures, read_gsm8k
-    from spot_batch.training.target import RECIPES, newest_checkpoint, train_target
+    from spot_batch.lab.bundled.corpus import held_out_problems
+    from spot_batch.lab.bundled.curve import plot_losses
+    from spot_batch.lab.bundled.gsm8k import gsm8k_figures, read_gsm8k
+    from spot_batch.lab.bundled.publication import evaluate_checkpoint, export_target, gsm8k_note
+    from spot_batch.lab.bundled.target import RECIPES, newest_checkpoint, train_target
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     extras = tuple(extra_source(text) for text in extra or ())
@@ -171,7 +171,7 @@ def target(
 
 def extra_source(text: str) -> ExtraSource:
     """FILE=SHARE. Raises ValueError naming what is wrong with it."""
-    from spot_batch.training.samples import ExtraSource
+    from spot_batch.lab.bundled.sources import ExtraSource
 
     path, _, share = text.rpartition("=")
     try:
@@ -213,15 +213,15 @@ def drafter(
     import torch
 
     from spot_batch.drafters.order import OrderConfig, bare_path, card_file, save_order
-    from spot_batch.targets.transfer import choose_device
-    from spot_batch.training.drafter import (
+    from spot_batch.learning.drafter import (
         DrafterSettings,
         best_precision,
         drafter_card,
         train_drafter,
     )
-    from spot_batch.training.figures import tables
-    from spot_batch.training.trajectories import load_trajectories
+    from spot_batch.learning.figures import tables
+    from spot_batch.learning.trajectories import load_trajectories
+    from spot_batch.models.device import choose_device
 
     path = bare_path(output)
     check_writable(card_file(path), "--output", makes_folders=True)

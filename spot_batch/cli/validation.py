@@ -11,12 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from spot_batch.cli.screen import LoadLines, Screen, show_plan
-from spot_batch.driver.plan import JobPlan, plan_job
-from spot_batch.driver.progress import Exit
-from spot_batch.inputs import PreparedSample
-from spot_batch.job import JobSpec
-from spot_batch.records import SKIP_CODES
-from spot_batch.store import completion_schema
+from spot_batch.inputs.prepare import PreparedSample
+from spot_batch.job.spec import JobSpec
+from spot_batch.jobdir.schema import completion_schema
+from spot_batch.records.results import SKIP_CODES
+from spot_batch.service.plan import JobPlan, plan_job
+from spot_batch.service.progress import Exit
 
 NUM_SHOWN = 3
 NUM_MEASURED = 1_000
@@ -28,7 +28,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     The exit code is that of a job whose rows fail as those seen here do: rows that cannot be read
     are known of the whole input, prompts of its first NUM_MEASURED rows.
     """
-    from spot_batch.targets.block import check_network
+    from spot_batch.models.block import check_network
 
     screen = Screen(to_stderr=as_json)
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spot_batch.drafters.stale import Candidates, Queries, StaleStore
-from spot_batch.records import NoiseKey
-from spot_batch.targets.transfer import to_host
+from spot_batch.drafters.distributions import Candidates, Queries, StaleStore
+from spot_batch.models.device import to_host
+from spot_batch.records.sampling import NoiseKey
 
 NUM_EDGES = 6
 """Guesses made from one hypothetical state; the tree rarely has room for the less probable ones."""

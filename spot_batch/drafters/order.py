@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spot_batch.drafters.base import Proposals, best_edges
-from spot_batch.drafters.stale import (
+from spot_batch.drafters.distributions import (
     COMMITTED,
     MASKED,
     TOP_K,
@@ -32,7 +32,7 @@ from spot_batch.drafters.stale import (
     candidates,
     tail_mass,
 )
-from spot_batch.records import NoiseKey
+from spot_batch.records.sampling import NoiseKey
 
 KIND = "order"
 _LOG_ODDS_SCALE = 8.0

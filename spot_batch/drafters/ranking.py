@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from spot_batch.drafters.base import Proposals, best_edges
-from spot_batch.drafters.stale import MASKED, Queries, StaleStore, candidates
-from spot_batch.records import NoiseKey
+from spot_batch.drafters.distributions import MASKED, Queries, StaleStore, candidates
+from spot_batch.records.sampling import NoiseKey
 
 _SHARPNESS = 0.5
 """How fast a position's chance to be next falls with its stale confidence, per unit of log-odds."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.order import (
     bare_path,
@@ -19,7 +20,6 @@ from spot_batch.drafters.order import (
     weights_file,
 )
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.targets.registry import ModelInfo
 
 _ASSETS = Path(__file__).parent.parent / "assets" / "drafters"
 

@@ -14,17 +14,18 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spot_batch.inputs.copies import Origin
 from spot_batch.inputs.errors import InputError
-from spot_batch.inputs.kept import Origin
 from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.requests import looks_like_requests
 from spot_batch.inputs.sources import SourceFile, find_files
-from spot_batch.inputs.tables import TableScan, scan_table
+from spot_batch.inputs.table_files import TableScan, scan_table
 from spot_batch.inputs.template import PromptTemplate
-from spot_batch.inputs.texts import CHUNK_ROWS, LINES, SchemaOfTexts, scan_text
+from spot_batch.inputs.text_files import CHUNK_ROWS, LINES, SchemaOfTexts, scan_text
 from spot_batch.inputs.types import filled_type, is_messages, is_text
-from spot_batch.job import JobSpec, check_spec
-from spot_batch.records import InputChunk, InputFile, PinnedInput, PromptKind
+from spot_batch.job.reading import check_spec
+from spot_batch.job.spec import JobSpec
+from spot_batch.records.input import InputChunk, InputFile, PinnedInput, PromptKind
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,11 @@ from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.reader import InputRows
 from spot_batch.inputs.render import PromptRenderer
-from spot_batch.job import MAX_NEW_TOKENS, JobSpec, checked_temperature, checked_top_p
-from spot_batch.records import (
-    Completion,
-    Confidence,
-    Outcome,
-    PinnedInput,
-    Request,
-    RowError,
-    SamplingParams,
-)
+from spot_batch.job.limits import MAX_NEW_TOKENS, checked_temperature, checked_top_p
+from spot_batch.job.spec import JobSpec
+from spot_batch.records.input import PinnedInput
+from spot_batch.records.results import Completion, Outcome, RowError
+from spot_batch.records.sampling import Confidence, Request, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

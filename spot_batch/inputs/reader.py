@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError, RowFault
-from spot_batch.inputs.tables import read_table
-from spot_batch.inputs.texts import LINES, read_text
-from spot_batch.records import PinnedInput
+from spot_batch.inputs.table_files import read_table
+from spot_batch.inputs.text_files import LINES, read_text
+from spot_batch.records.input import PinnedInput
 
 _CHUNKS_KEPT = 4
 _TEXTS = LINES | {"json", "csv"}

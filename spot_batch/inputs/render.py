@@ -18,8 +18,8 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.template_process import TemplateProcess
-from spot_batch.job import JobSpec
-from spot_batch.records import PinnedInput
+from spot_batch.job.spec import JobSpec
+from spot_batch.records.input import PinnedInput
 
 Messages = list[dict[str, Any]]
 

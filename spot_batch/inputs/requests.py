@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
-from spot_batch.job import MAX_NEW_TOKENS, checked_temperature, checked_top_p
+from spot_batch.job.limits import MAX_NEW_TOKENS, checked_temperature, checked_top_p
 
 URL = "/v1/chat/completions"
 SCHEMA = pa.schema(

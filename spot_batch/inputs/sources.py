@@ -14,9 +14,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from spot_batch.inputs.copies import COMPRESSED, Origin, keep, list_remote
 from spot_batch.inputs.errors import InputError
-from spot_batch.inputs.kept import COMPRESSED, Origin, keep, list_remote
-from spot_batch.job import InputSpec
+from spot_batch.job.spec import InputSpec
 
 _BY_SUFFIX = {
     ".jsonl": "jsonl",

@@ -18,7 +18,8 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spot_batch.inputs.errors import InputError, RowFault
-from spot_batch.job import JobSpec, check_spec
+from spot_batch.job.reading import check_spec
+from spot_batch.job.spec import JobSpec
 
 ROW = "row"  # all columns by their names, also those that are no words: row["a name"]
 MOST_CHARS = 64 << 20  # of one prompt: a loop may write without end

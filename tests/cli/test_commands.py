@@ -16,20 +16,19 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from spot_batch.cli import app, running, specs
+from spot_batch.cli import running, specs
+from spot_batch.cli.main import app
 from spot_batch.cli.screen import JobScreen, LoadLines, Screen, printable, show_results
-from spot_batch.job import load_spec
-from spot_batch.records import ActorLoading, CheckResult, Heartbeat, LoadProgress
-from spot_batch.store import (
-    DriverAlive,
-    JobDirectory,
-    acquire_driver_lease,
-    finalize,
-    publish_segment,
-    write_heartbeat,
-)
-from tests.driver.jobs import begin
-from tests.store.jobs import make_outcomes
+from spot_batch.job.reading import load_spec
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease
+from spot_batch.jobdir.events import write_heartbeat
+from spot_batch.jobdir.finalize import finalize
+from spot_batch.jobdir.segments import publish_segment
+from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
+from spot_batch.records.results import CheckResult
+from tests.jobdir.jobs import make_outcomes
+from tests.service.jobs import begin
 
 
 class Done:
@@ -297,7 +296,7 @@ def test_the_trace_of_an_unusable_path_is_there_for_those_who_want_it(
 def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     script = (
-        "import os; from spot_batch.cli import app; "
+        "import os; from spot_batch.cli.main import app; "
         f"os.mkdir({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
         "app(['submit', '-i', 'q.jsonl'])"
     )

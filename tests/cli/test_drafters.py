@@ -13,13 +13,13 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from spot_batch.cli import app
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.cli.main import app
 from spot_batch.drafters import registry
 from spot_batch.drafters.order import OrderConfig, OrderModel, read_card, save_order
 from spot_batch.drafters.registry import choose_drafter
-from spot_batch.targets.registry import resolve_model
-from tests.models import write_target
-from tests.training.recorded import WIDTH, record
+from tests.learning.recorded import WIDTH, record
+from tests.tiny_models import write_target
 
 SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-heads", "2"]
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.store import JobDirectory, compact, finalize, publish_segment
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.finalize import finalize
+from spot_batch.jobdir.parts import compact
+from spot_batch.jobdir.segments import publish_segment
 from tests.cli.test_commands import Done
-from tests.store.jobs import make_job, make_outcomes, prompts
+from tests.jobdir.jobs import make_job, make_outcomes, prompts
 
 
 @pytest.fixture

@@ -15,10 +15,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from spot_batch.store import JobDirectory, finalize, publish_segment
-from tests.driver.jobs import SPOT_BATCH
-from tests.store.jobs import make_job, make_outcomes, prompts
-from tests.targets.hub import TOKEN, environment
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.finalize import finalize
+from spot_batch.jobdir.segments import publish_segment
+from tests.checkpoints.hub import TOKEN, environment
+from tests.jobdir.jobs import make_job, make_outcomes, prompts
+from tests.service.jobs import SPOT_BATCH
 
 REPOSITORY, COMMIT = "someone/rows", "c" * 40
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spot_batch.cli import app
+from spot_batch.checkpoints.published import published_names
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.cli.main import app
 from spot_batch.cli.targets import size
-from spot_batch.job import load_spec
-from spot_batch.targets.published import published_names
-from spot_batch.targets.registry import resolve_model
+from spot_batch.job.reading import load_spec
 from tests.families import write_checkpoint
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"

@@ -9,8 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from spot_batch.store import compact, publish_segment
-from tests.store.jobs import make_job, make_outcomes, prompts
+from spot_batch.jobdir.parts import compact
+from spot_batch.jobdir.segments import publish_segment
+from tests.jobdir.jobs import make_job, make_outcomes, prompts
 
 
 def make(folder: Path) -> None:

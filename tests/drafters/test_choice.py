@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from spot_batch.checkpoints.registry import ModelInfo, resolve_model
 from spot_batch.drafters import registry
 from spot_batch.drafters.order import OrderConfig, OrderModel, save_order
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
-from spot_batch.targets.registry import ModelInfo, resolve_model
-from tests.models import write_target
+from tests.tiny_models import write_target
 
 
 @pytest.fixture

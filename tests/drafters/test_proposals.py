@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from spot_batch.drafters.base import best_edges
-from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
-from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.drafters.stale import (
+from spot_batch.drafters.distributions import (
     COMMITTED,
     MASKED,
     SINCE,
@@ -16,6 +14,8 @@ from spot_batch.drafters.stale import (
     StaleStore,
     candidates,
 )
+from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
+from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.noise import gumbel
 
 WIDTH, VOCAB = 4, 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spot_batch.drafters.stale import TOP_K, tail_mass
+from spot_batch.drafters.distributions import TOP_K, tail_mass
 
 
 def kept(logits: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,16 @@ from random import Random
 import torch
 from torch import Tensor
 
-from spot_batch.decoding import Engine, EngineSettings, LatencyTable
-from spot_batch.decoding.stops import Decode
 from spot_batch.drafters.base import Drafter, Proposals
+from spot_batch.drafters.distributions import Queries, StaleStore
 from spot_batch.drafters.order import OrderConfig, OrderDrafter, OrderModel
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.drafters.stale import Queries, StaleStore
-from spot_batch.records import Completion, NoiseKey, Request, SamplingParams, Trajectory
-from spot_batch.targets.slots import Target
+from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.latency import LatencyTable
+from spot_batch.engine.stops import Decode
+from spot_batch.models.slots import Target
+from spot_batch.records.results import Completion, Trajectory
+from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
 from tests.exact.reference import Commits
 from tests.slots import NUM_LETTERS
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spot_batch.targets.slots import Hidden, Kept, PrefixCache, SlotBatch
+from spot_batch.models.slots import Hidden, Kept, PrefixCache, SlotBatch
 
 _JUNK = 0xDEAD  # what a row holds where nothing was stored: no zeros, so that reading it shows
 _BLOCK, _PREFIX, _STATE, _FIRM, _LOOSE = 11, 22, 33, 44, 55

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spot_batch.records import SamplingParams
+from spot_batch.records.sampling import SamplingParams
 
 Score = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 """Clean prefix tokens and one block (the mask id where masked) -> (W, V) float logits."""

@@ -6,13 +6,14 @@ from functools import cache
 
 import pytest
 
-from spot_batch.bench.prompts import make_requests, read_questions
-from spot_batch.decoding import EngineSettings
+from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
-from spot_batch.records import Completion, Request, SamplingParams
-from spot_batch.targets.block import BlockTarget, load_target
-from spot_batch.targets.registry import resolve_model
+from spot_batch.engine.engine import EngineSettings
+from spot_batch.lab.bench.questions import make_requests, read_questions
+from spot_batch.models.block import BlockTarget, load_target
+from spot_batch.records.results import Completion
+from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import Tally, decode_all, same_sample
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

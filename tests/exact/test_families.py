@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from spot_batch.decoding import EngineSettings
-from spot_batch.targets.block import BlockTarget, load_target
-from spot_batch.targets.experts import TiledExperts
-from spot_batch.targets.registry import resolve_model
-from spot_batch.targets.slots import SlotBatch
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.engine.engine import EngineSettings
+from spot_batch.models.block import BlockTarget, load_target
+from spot_batch.models.experts import TiledExperts
+from spot_batch.models.slots import SlotBatch
 from tests.exact.harness import (
     OracleDrafter,
     RandomDrafter,

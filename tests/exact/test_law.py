@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from spot_batch.decoding import EngineSettings
-from spot_batch.decoding.transition import Rule, States, transition
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.records import Request, SamplingParams
+from spot_batch.engine.engine import EngineSettings
+from spot_batch.engine.transition import Rule, States, transition
+from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import RandomDrafter, Tally, decode_all
 from tests.exact.mock_target import IntegerTarget
 

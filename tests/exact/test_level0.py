@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from spot_batch.decoding import EngineSettings
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.records import Completion, Request, SamplingParams
+from spot_batch.engine.engine import EngineSettings
+from spot_batch.records.results import Completion
+from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import (
     DRAFTERS,
     OracleDrafter,

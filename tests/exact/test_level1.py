@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spot_batch.decoding import EngineSettings
+from spot_batch.checkpoints.registry import ModelInfo, resolve_model
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.records import Request, SamplingParams
-from spot_batch.targets import rows as rows_module
-from spot_batch.targets.attention import KVCache, SlotAttention
-from spot_batch.targets.block import BlockTarget, load_target
-from spot_batch.targets.registry import ModelInfo, resolve_model
-from spot_batch.targets.slots import Hidden, SlotBatch
+from spot_batch.engine.engine import EngineSettings
+from spot_batch.models import tiles as rows_module
+from spot_batch.models.attention import KVCache, SlotAttention
+from spot_batch.models.block import BlockTarget, load_target
+from spot_batch.models.slots import Hidden, SlotBatch
+from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import (
     OracleDrafter,
     Tally,
@@ -37,8 +37,8 @@ from tests.exact.harness import (
 )
 from tests.exact.reference import decode
 from tests.families import write_checkpoint
-from tests.models import attend, plain_model, write_target
 from tests.slots import NUM_LETTERS, canvas, chain, clean_slots, joined, letters, seeded, slots_of
+from tests.tiny_models import attend, plain_model, write_target
 
 pytestmark = pytest.mark.exact
 

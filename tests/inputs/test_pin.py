@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spot_batch.inputs import InputError, InputReader, check_unchanged, pin_input
-from spot_batch.records import PinnedInput
-from tests.store.jobs import make_spec, write_jsonl
+from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.pin import check_unchanged, pin_input
+from spot_batch.inputs.reader import InputReader
+from spot_batch.records.input import PinnedInput
+from tests.jobdir.jobs import make_spec, write_jsonl
 
 
 def pin(path: Path | str, **overrides: object) -> PinnedInput:

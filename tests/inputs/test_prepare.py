@@ -11,19 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spot_batch.inputs
-from spot_batch.inputs import (
-    InputReader,
-    PreparedSample,
-    PromptRenderer,
-    SamplePreparer,
-    audit_sample_ids,
-    noise_key,
-    pin_input,
-)
-from spot_batch.records import ROW_CODES, Completion, RowError, SampleStats
-from spot_batch.store import compact, publish_segment
+from spot_batch.inputs.ids import audit_sample_ids, noise_key
+from spot_batch.inputs.pin import pin_input
+from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
+from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.render import PromptRenderer
+from spot_batch.jobdir.parts import compact
+from spot_batch.jobdir.segments import publish_segment
+from spot_batch.records.results import ROW_CODES, Completion, RowError, SampleStats
 from tests.inputs.tiny import tiny_tokenizer
-from tests.store.jobs import make_job, make_spec, write_jsonl
+from tests.jobdir.jobs import make_job, make_spec, write_jsonl
 
 
 def preparer(path: Path, *, max_context: int = 512, **overrides: object) -> SamplePreparer:

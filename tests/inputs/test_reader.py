@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spot_batch.inputs import InputReader, pin_input
-from spot_batch.records import PinnedInput
-from tests.store.jobs import make_spec, write_jsonl
+from spot_batch.inputs.pin import pin_input
+from spot_batch.inputs.reader import InputReader
+from spot_batch.records.input import PinnedInput
+from tests.jobdir.jobs import make_spec, write_jsonl
 
 NUM_ROWS = 2_600
 

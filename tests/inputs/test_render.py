@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_batch.inputs import InputError, PromptRenderer, RenderedPrompt, RowFault
-from spot_batch.records import PinnedInput
+from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
+from spot_batch.records.input import PinnedInput
 from tests.inputs.tiny import tiny_tokenizer
-from tests.store.jobs import make_spec
+from tests.jobdir.jobs import make_spec
 
 TOKENIZER = tiny_tokenizer()
 MASK = TOKENIZER.convert_tokens_to_ids("<|MASK|>")

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.inputs import InputError, InputReader, pin_input, recognised
-from spot_batch.job import JobSpec, load_spec
-from tests.store.jobs import make_spec, write_jsonl
+from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.pin import pin_input, recognised
+from spot_batch.inputs.reader import InputReader
+from spot_batch.job.reading import load_spec
+from spot_batch.job.spec import JobSpec
+from tests.jobdir.jobs import make_spec, write_jsonl
 
 
 def request(custom_id: str, **body: object) -> dict[str, object]:

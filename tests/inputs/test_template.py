@@ -9,17 +9,20 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from spot_batch.inputs import InputError, InputReader, pin_input, with_template
-from spot_batch.inputs.errors import RowFault
-from spot_batch.inputs.template import PromptTemplate
+from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.pin import pin_input
+from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.template import PromptTemplate, with_template
 from spot_batch.inputs.template_process import TemplateProcess
-from spot_batch.job import SpecError, fingerprint
-from spot_batch.records import PinnedInput
-from spot_batch.store import finalize, publish_segment
-from spot_batch.store.export import ExportSpec, export
+from spot_batch.job.fingerprint import fingerprint
+from spot_batch.job.spec import SpecError
+from spot_batch.jobdir.finalize import finalize
+from spot_batch.jobdir.segments import publish_segment
+from spot_batch.records.input import PinnedInput
+from spot_batch.results.export import ExportSpec, export
 from tests.inputs.test_prepare import prepare
-from tests.store.jobs import make_job, make_outcomes, make_spec, write_jsonl
-from tests.store.test_export import lines
+from tests.jobdir.jobs import make_job, make_outcomes, make_spec, write_jsonl
+from tests.results.test_export import lines
 
 ROWS = [
     {"id": "a", "q": "Why?", "facts": ["x", "y"], "deep": {"n": 1}},

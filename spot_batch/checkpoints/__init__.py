@@ -1,0 +1,1 @@
+"""What a model is, without torch: families, facts, files, shapes, tokenizer."""

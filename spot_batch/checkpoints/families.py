@@ -1,0 +1,169 @@
+"""The families of targets: what their published checkpoints have in common, and who is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.records.sampling import Confidence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What the published checkpoints of one architecture have in common.
+
+    `block_length` and `mask_id` are what to take where nothing else says; `confidence`, `threshold`
+    and `temperature` are the reference decoder's own. `stop_texts` are looked up in the tokenizer:
+    generation configs do not name them all. `exact`: a stored prefix changes nothing.
+    """
+
+    name: str
+    architecture: str
+    model_types: tuple[str, ...]
+    confidence: Confidence
+    threshold: float
+    temperature: float
+    block_length: int
+    mask_id: int
+    stop_texts: tuple[str, ...]
+    tokenizer: str
+    chat: str
+    exact: bool = True
+
+
+_SDAR_CHAT = "Qwen3's template; no system prompt of its own"
+_SDAR_STOPS = ("<|im_end|>", "<|endoftext|>")
+_QWEN2 = "Qwen2, byte-level BPE"
+
+_FAMILIES = (
+    Family(
+        name="sdar",
+        architecture="SDARForCausalLM",
+        model_types=("sdar",),
+        confidence="sampled_tempered",
+        threshold=0.85,
+        temperature=1.0,
+        block_length=4,
+        mask_id=151669,
+        stop_texts=_SDAR_STOPS,
+        tokenizer=_QWEN2,
+        chat=_SDAR_CHAT,
+    ),
+    Family(
+        name="sdar-moe",
+        architecture="SDARMoeForCausalLM",
+        model_types=("sdar_moe",),
+        confidence="sampled_tempered",
+        threshold=0.85,
+        temperature=1.0,
+        block_length=4,
+        mask_id=151669,
+        stop_texts=_SDAR_STOPS,
+        tokenizer=_QWEN2,
+        chat=_SDAR_CHAT,
+    ),
+    Family(
+        name="llada2",
+        architecture="LLaDA2MoeModelLM",
+        model_types=("llada2_moe", "llada2_moe_veomni"),
+        confidence="sampled_filtered",
+        threshold=0.95,
+        temperature=0.0,
+        block_length=32,
+        mask_id=156895,
+        stop_texts=("<|endoftext|>", "<|role_end|>"),
+        tokenizer="Ling, byte-level BPE",
+        chat="<role> tags; a system turn of its own that says: detailed thinking off",
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _FAMILIES}
+FAMILIES_BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
+
+_FULL_ATTENTION = (
+    "is not offered yet: it attends to its whole canvas, so no prefix can be stored exactly"
+)
+# What is known and refused, by architecture; `targets list` shows it.
+REFUSED: Mapping[str, str] = {
+    "LLaDAModelLM": _FULL_ATTENTION,
+    "LLaDAMoEModelLM": _FULL_ATTENTION,
+    "DreamModel": _FULL_ATTENTION,
+    "DiffusionGemmaForBlockDiffusion": (
+        "starts from random tokens and replaces them at every step: it has no mask, no token is "
+        "final before the end, and a draft could not be checked"
+    ),
+}
+EDITING = (
+    "edits tokens that are committed already, so no commit is final; its mask-to-token mode is not "
+    "offered: take LLaDA2.0"
+)
+AUTOREGRESSIVE = "is autoregressive: it has no mask id and writes from left to right only"
+
+_LLADA2_NAME = re.compile(r"llada[-_ ]?2[._-](\d+)(?![\db])", re.IGNORECASE)
+_EDITING_VERSIONS = ("1", "2")
+_AUTOREGRESSIVE = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+
+
+def family_of(target: str, names: tuple[str, ...], config: Mapping[str, Any]) -> Family:
+    """The family of a config; `names` are what the checkpoint is called, to know its kin by.
+
+    Raises ModelError with the reason for one that is not supported.
+    """
+    known = _by_architecture(config)
+    if known is None:
+        raise ModelError(f"{target}: {_why_not(config)}")
+    if known.name == "llada2" and _edits(names, config):
+        raise ModelError(f"{target}: {EDITING}")
+    return known
+
+
+def architectures_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    given = config.get("architectures")
+    return tuple(map(str, given)) if isinstance(given, list) else ()
+
+
+def _by_architecture(config: Mapping[str, Any]) -> Family | None:
+    names = architectures_of(config)
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    if not names:  # merged checkpoints of dFactory say their model type alone
+        for family in _FAMILIES:
+            if config.get("model_type") in family.model_types:
+                return family
+    return None
+
+
+def _edits(names: tuple[str, ...], config: Mapping[str, Any]) -> bool:
+    named = (*names, str(config.get("_name_or_path", "")), str(config.get("model_type", "")))
+    # A path may hold another version's name: the last one is the checkpoint's.
+    versions = [found[-1] for name in named if (found := _LLADA2_NAME.findall(name))]
+    return any(version in _EDITING_VERSIONS for version in versions) or any(
+        "edit" in str(key).lower() for key in config
+    )
+
+
+def _why_not(config: Mapping[str, Any]) -> str:
+    names, model_type = architectures_of(config), config.get("model_type")
+    for name in names:
+        if name in REFUSED:
+            return f"{name} {REFUSED[name]}"
+    for name in (*names, str(model_type)):
+        if name.lower().replace("_", "").startswith("diffusiongemma"):
+            return f"{name} {REFUSED['DiffusionGemmaForBlockDiffusion']}"
+    for name in names:
+        if _AUTOREGRESSIVE.search(name) and not any(_masks(config)):
+            return f"{name} {AUTOREGRESSIVE}; known: {_known()}"
+    called = ", ".join(names) or (f"model type {model_type}" if model_type else "(none named)")
+    return f"architecture {called} is not supported; known: {_known()}"
+
+
+def _masks(config: Mapping[str, Any]) -> Iterator[object]:
+    yield from (config.get(name) for name in ("mask_token_id", "mask_id"))
+
+
+def _known() -> str:
+    return ", ".join(sorted(FAMILIES))

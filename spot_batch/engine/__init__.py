@@ -1,0 +1,1 @@
+"""Exact decoding: one transition, drafted states verified by equality, one engine over samples."""

@@ -1,0 +1,82 @@
+"""How much of a device's memory the prefixes of the samples in flight may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spot_batch.checkpoints.shapes import padded_length
+from spot_batch.records.sampling import Request
+
+GIB = 1 << 30
+
+_MEMINFO = Path("/proc/meminfo")
+_LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixMemory:
+    """Bytes that prefixes may take in all, and what one position of one sample takes."""
+
+    num_bytes: int
+    position_bytes: int
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all samples together."""
+        return self.num_bytes // self.position_bytes
+
+    def fault(self, request: Request, *, block_length: int) -> str | None:
+        """Why a sample cannot even fly alone; None where it can."""
+        num_positions = longest_prefix(request, block_length)
+        needed = num_positions * self.position_bytes
+        if needed <= self.num_bytes:
+            return None
+        return (
+            f"its {len(request.prompt_ids):,} prompt tokens and max_new_tokens "
+            f"{request.params.max_new_tokens:,} take {needed:,} bytes of prefix memory, there are "
+            f"{self.num_bytes:,} (resources.prefix_share, resources.prefix_gib)"
+        )
+
+
+def longest_prefix(request: Request, block_length: int) -> int:
+    """Positions that a sample's row of the cache holds at most, padding included."""
+    begun = request.begun
+    prompt = len(request.prompt_ids)
+    end = prompt + request.params.max_new_tokens
+    written = prompt + (len(begun.token_ids) if begun is not None else 0)
+    return padded_length(max(-(-end // block_length) * block_length, written))
+
+
+def prefix_memory(
+    device: torch.device,
+    *,
+    position_bytes: int,
+    share: float,
+    gib: float | None = None,
+    num_sharing: float = 1.0,
+) -> PrefixMemory:
+    """So many GiB if given; else a share of what is free on the device now, of which `num_sharing`
+    actors take as much each. Call it when the weights are loaded."""
+    num_bytes = gib * GIB if gib is not None else share * free_bytes(device) / num_sharing
+    return PrefixMemory(num_bytes=int(num_bytes), position_bytes=position_bytes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that nobody uses; of a CPU what this process may still take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _available(_MEMINFO.read_text(encoding="ascii"))
+    if _LIMIT.is_file() and (limit := _LIMIT.read_text(encoding="ascii").strip()) != "max":
+        free = min(free, max(0, int(limit) - int(_USED.read_text(encoding="ascii"))))
+    return free
+
+
+def _available(meminfo: str) -> int:
+    for line in meminfo.splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise AssertionError("/proc/meminfo does not say MemAvailable")

@@ -1,0 +1,168 @@
+"""`driver.json`: an advisory lease, so that a second driver attaches or exits.
+
+Two drivers at once cost time and never correctness; see architecture.md section 7.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.files import link_whole, staged, write_atomically, write_durably
+
+STALE_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriverRecord:
+    """Who drives: `start_time` tells a process from a later one of the same pid."""
+
+    token: str
+    pid: int
+    host: str
+    start_time: str
+    began: float
+    heartbeat: float
+
+
+class DriverAlive(ValueError):
+    """Another driver holds the job."""
+
+    def __init__(self, root: str, pid: int, host: str, age_s: float) -> None:
+        super().__init__(root, pid, host, age_s)
+        self.root, self.pid, self.host, self.age_s = root, pid, host, age_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.root} is driven by process {self.pid} on {self.host.partition('/')[0]}, "
+            f"last heard of {self.age_s:.0f} s ago"
+        )
+
+
+class DriverLease:
+    """A held lease; `beat` it at least every 20 seconds."""
+
+    def __init__(self, job: JobDirectory, record: DriverRecord) -> None:
+        self._job = job
+        self._record = record
+
+    def beat(self) -> None:
+        """Says that the driver lives; taken over meanwhile, it says nothing."""
+        if self.is_held:
+            self._record = replace(self._record, heartbeat=time.time())
+            write_atomically(self._job.driver_path, _as_json(self._record), tmp=self._job.tmp)
+
+    @property
+    def is_held(self) -> bool:
+        now = read_driver(self._job)
+        return now is not None and now.token == self._record.token
+
+    def release(self) -> None:
+        if self.is_held:
+            self._job.driver_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def acquire_driver_lease(job: JobDirectory) -> Iterator[DriverLease]:
+    """Holds the job for this process; DriverAlive while another live driver does.
+
+    The job may not have been created yet; its folder must be usable.
+    """
+    job.tmp.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    record = DriverRecord(
+        token=secrets.token_hex(16),
+        pid=os.getpid(),
+        host=_this_host(),
+        start_time=_start_time(os.getpid()) or "",
+        began=now,
+        heartbeat=now,
+    )
+    with staged(job.tmp) as source:
+        write_durably(source, _as_json(record))
+        while not link_whole(source, job.driver_path):
+            _make_way(job)
+    lease = DriverLease(job, record)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def read_driver(job: JobDirectory) -> DriverRecord | None:
+    """Who holds the lease, alive or not."""
+    return _read(job.driver_path)
+
+
+def is_alive(record: DriverRecord) -> bool:
+    """By process on this host, by heartbeat on another."""
+    if is_here(record.host):
+        start_time = _start_time(record.pid)
+        if start_time is not None:
+            return start_time == record.start_time
+    return abs(time.time() - record.heartbeat) < STALE_AFTER_S
+
+
+def drives_here(root: Path) -> bool:
+    """Whether a live process of this host drives the job."""
+    record = _read(JobDirectory(root).driver_path)
+    return record is not None and is_here(record.host) and is_alive(record)
+
+
+def is_here(host: str) -> bool:
+    return host == _this_host()
+
+
+def _make_way(job: JobDirectory) -> None:
+    """Moves a dead driver's record away; DriverAlive where it is not dead."""
+    found = read_driver(job)
+    if found is not None and is_alive(found):
+        raise DriverAlive(str(job.root), found.pid, found.host, time.time() - found.heartbeat)
+    with staged(job.tmp) as aside:
+        try:
+            job.driver_path.rename(aside)
+        except FileNotFoundError:
+            return
+        moved = _read(aside)
+        if moved is not None and is_alive(moved):  # a third driver came in between: give it back
+            link_whole(aside, job.driver_path)
+
+
+def _read(path: Path) -> DriverRecord | None:
+    try:
+        return DriverRecord(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _as_json(record: DriverRecord) -> bytes:
+    return json.dumps(asdict(record), indent=1).encode()
+
+
+def _this_host() -> str:
+    """The host and its process namespace: pids mean nothing across containers."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()}/{namespace}"
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in the kernel's words; "" for none, None where nobody can say."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    state_and_more = stat.rpartition(")")[2].split()
+    return "" if state_and_more[0] == "Z" else state_and_more[19]

@@ -1,0 +1,179 @@
+"""Are drafted outputs the draft-free ones, token for token? And what do drafts save?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from spot_batch.checkpoints.registry import ModelInfo
+from spot_batch.drafters.base import Drafter
+from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.lab.bench.loading import Models
+from spot_batch.lab.bench.questions import make_requests
+from spot_batch.models.block import BlockTarget
+from spot_batch.records.results import Completion
+from spot_batch.records.sampling import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafting:
+    """One way to draft."""
+
+    budget: int
+    gamma: float = 0.0
+    crossing: bool = True
+
+    @property
+    def name(self) -> str:
+        floor = f", gamma {self.gamma:g}" if self.gamma else ""
+        return f"D {self.budget}{floor}{'' if self.crossing else ', no crossing'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactCell:
+    """One way to draft, by its name, of so many samples in flight."""
+
+    numerics: str
+    temperature: float
+    seed: int
+    sequences: int
+    drafting: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.numerics:9} T {self.temperature:g}  seed {self.seed}  {self.drafting:18} in "
+            f"flight {self.sequences:2}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactRow:
+    """One cell: `num_differ` of `num_compared` samples are not the draft-free ones.
+
+    `nfe` and `draft_free_nfe` are verify forwards a sample; `nfe_apart` counts each clean pass as a
+    forward of its own, as without fusing.
+    """
+
+    numerics: str
+    temperature: float
+    seed: int
+    sequences: int
+    drafting: str
+    num_compared: int
+    num_differ: int
+    nfe: float
+    draft_free_nfe: float
+    nfe_ratio: float
+    nfe_apart_ratio: float
+    accepted_per_round: float
+
+    @property
+    def cell(self) -> ExactCell:
+        return ExactCell(
+            numerics=self.numerics,
+            temperature=self.temperature,
+            seed=self.seed,
+            sequences=self.sequences,
+            drafting=self.drafting,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactBenchmark:
+    """What all cells share; `draftings` by their name."""
+
+    models: Models
+    questions: Sequence[str]
+    draftings: Mapping[str, Drafting]
+    max_new_tokens: int
+
+    def open(self) -> Callable[[Sequence[ExactCell]], Iterator[ExactRow]]:
+        """Decodes every prompt draft-free, one at a time, then in every other way, and compares.
+
+        The cells are of one kind of numerics, temperature and seed.
+        """
+        info, drafter = self.models.info, self.models.some_drafter()
+        targets: dict[str, BlockTarget] = {}
+
+        def compared(cells: Sequence[ExactCell]) -> Iterator[ExactRow]:
+            kind = cells[0].numerics
+            if kind not in targets:
+                targets[kind] = self.models.target(canonical=kind == "canonical")
+            params = params_of(
+                info, temperature=cells[0].temperature, length=self.max_new_tokens, fixed=False
+            )
+            requests = make_requests(info, list(self.questions), params, seed=cells[0].seed)
+            alone = EngineSettings(max_sequences=1, budget=0)
+            base = decode_all(targets[kind], None, requests, alone)
+            for cell in cells:
+                drafting = self.draftings[cell.drafting]
+                settings = replace(
+                    alone,
+                    max_sequences=cell.sequences,
+                    budget=drafting.budget,
+                    gamma=drafting.gamma,
+                    crossing=drafting.crossing,
+                )
+                yield exact_row(cell, base, decode_all(targets[kind], drafter, requests, settings))
+
+        return compared
+
+
+def params_of(info: ModelInfo, *, temperature: float, length: int, fixed: bool) -> SamplingParams:
+    """How the samples of a cell are decoded: the family's rule, no top-p or top-k."""
+    return SamplingParams(
+        max_new_tokens=length,
+        temperature=temperature,
+        stop_ids=info.stop_ids,
+        stop_at="never" if fixed else "early",
+        confidence=info.family.confidence,
+    )
+
+
+def decode_all(
+    target: BlockTarget,
+    drafter: Drafter | None,
+    requests: Sequence[Request],
+    settings: EngineSettings,
+) -> dict[int, Completion]:
+    """Every request's completion, by sample id."""
+    engine = Engine(target, drafter, settings)
+    for request in requests:
+        engine.add(request)
+    done: dict[int, Completion] = {}
+    while engine.has_work:
+        done |= {completion.sample_id: completion for completion in engine.step()}
+    return done
+
+
+def exact_row(
+    cell: ExactCell, base: Mapping[int, Completion], found: Mapping[int, Completion]
+) -> ExactRow:
+    """Compare two decodings of the same requests."""
+    differ = [
+        sample_id
+        for sample_id, completion in base.items()
+        if (found[sample_id].token_ids, found[sample_id].commit_step)
+        != (completion.token_ids, completion.commit_step)
+    ]
+    if differ:
+        some = ", ".join(map(str, differ[:3])) + (", ..." if len(differ) > 3 else "")
+        logger.warning("%s: %d samples are not the draft-free ones: %s", cell, len(differ), some)
+    stats = [completion.stats for completion in found.values()]
+    nfe = sum(one.num_forwards for one in stats)
+    clean = sum(one.num_clean_passes for one in stats)
+    base_nfe = sum(completion.stats.num_forwards for completion in base.values())
+    base_clean = sum(completion.stats.num_clean_passes for completion in base.values())
+    return ExactRow(
+        **asdict(cell),
+        num_compared=len(base),
+        num_differ=len(differ),
+        nfe=nfe / len(found),
+        draft_free_nfe=base_nfe / len(base),
+        nfe_ratio=base_nfe / nfe,
+        nfe_apart_ratio=(base_nfe + base_clean) / (nfe + clean),
+        accepted_per_round=sum(one.num_accepted for one in stats) / nfe,
+    )

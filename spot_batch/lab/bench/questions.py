@@ -1,0 +1,62 @@
+"""Prompts for benchmarks: a JSON-lines file's questions, as one user turn each."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer
+from spot_batch.inputs.ids import noise_key
+from spot_batch.inputs.json_lines import json_lines
+from spot_batch.records.sampling import Request, SamplingParams
+
+_COLUMNS = ("question", "prompt", "instruction", "text")
+_PACKAGED = Path(__file__).parents[2] / "assets" / "prompts.jsonl"
+
+
+def read_questions(path: Path | None, *, limit: int) -> list[str]:
+    """The first `limit` prompts of a JSON-lines file (the packaged ones without a path).
+
+    Raises ValueError naming the file and line where there is none.
+    """
+    path = path or _PACKAGED
+    questions = []
+    for where, row in islice(json_lines(path), limit):
+        name = next((name for name in _COLUMNS if isinstance(row.get(name), str)), None)
+        if name is None:
+            raise ValueError(f"{where}: none of {', '.join(_COLUMNS)} is a string")
+        questions.append(row[name])
+    if not questions:
+        raise ValueError(f"{path}: holds no prompts")
+    return questions
+
+
+def make_requests(
+    info: ModelInfo, questions: list[str], params: SamplingParams, *, seed: int = 0
+) -> list[Request]:
+    """A request a question, as a job would make it."""
+    tokenizer = load_tokenizer(info.path)
+    return [
+        Request(
+            sample_id=index,
+            prompt_ids=tuple(
+                tokenizer.encode(rendered(info, tokenizer, question), add_special_tokens=False)
+            ),
+            noise_key=noise_key(seed, str(index), 0),
+            params=params,
+        )
+        for index, question in enumerate(questions)
+    ]
+
+
+def rendered(info: ModelInfo, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    """A question as the model is given it: one user turn where it has a chat template."""
+    if not info.has_chat_template:
+        return question
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(text, str)
+    return text

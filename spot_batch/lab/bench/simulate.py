@@ -1,0 +1,329 @@
+"""When drafts help: real decoding under the clock of a device that is not here.
+
+Draft-free decoding visits every state that drafted decoding can stand on. So the target runs once,
+draft-free, and what it left at each state is kept; after that the engine itself decodes with any
+budget at any number of samples in flight, and a forward costs a look-up and the seconds that a
+latency table says. Drafter, trees, walk and controller are the real ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spot_batch.drafters.base import Drafter, Proposals
+from spot_batch.drafters.distributions import Queries, StaleStore
+from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.latency import BUCKETS, LatencyTable
+from spot_batch.lab.bench.loading import Models
+from spot_batch.lab.bench.questions import make_requests
+from spot_batch.models.slots import Hidden, Kept, PrefixCache, SlotBatch, Target
+from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
+
+_KEYS = (128, 1024, 4096)
+_FIRST_ROUNDS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body:
+    """What of a model and a device decides the seconds of algorithms.md G.1."""
+
+    num_parameters: float
+    num_layers: int
+    kv_width: int  # keys and values of a position in a layer, numbers
+    query_width: int
+    hidden_size: int
+    vocab_size: int
+    block_length: int = 32
+    flops: float = 600e12  # bf16 products of an H200 as large matrices reach them
+    bytes_per_s: float = 4.0e12
+    launch_s: float = 0.4e-3
+    wave_s: float = 0.35e-3
+
+    def table(self) -> LatencyTable:
+        """Launch, then weights or products, whichever takes longer, and the same of attention."""
+        return LatencyTable(
+            slots=BUCKETS,
+            num_keys=_KEYS,
+            forward_s=tuple(tuple(self._forward(n, keys) for n in BUCKETS) for keys in _KEYS),
+            queries=(1, 1024),
+            draft_s=(self.wave_s, self.wave_s + 1024 * 3e-6),
+            states=(1, 1024),
+            visit_s=(self._visit(1), self._visit(1024)),
+            noisy_visit_s=(self._visit(1), self._visit(1024)),
+        )
+
+    def _forward(self, num_slots: int, num_keys: int) -> float:
+        rows = num_slots * self.block_length
+        linear = max(
+            2 * self.num_parameters / self.bytes_per_s, 2 * self.num_parameters * rows / self.flops
+        )
+        read = 2 * num_slots * num_keys * self.kv_width / self.bytes_per_s
+        products = 4 * rows * num_keys * self.query_width / self.flops
+        return self.launch_s + linear + self.num_layers * max(read, products)
+
+    def _visit(self, num_states: int) -> float:
+        weights = 2 * self.vocab_size * self.hidden_size / self.bytes_per_s
+        rows = num_states * self.block_length
+        return 0.15e-3 + max(weights, 2 * self.vocab_size * self.hidden_size * rows / self.flops)
+
+
+BODIES: Mapping[str, Body] = {
+    "h200-1.7b": Body(
+        num_parameters=1.4e9,
+        num_layers=28,
+        kv_width=2 * 8 * 128,
+        query_width=16 * 128,
+        hidden_size=2048,
+        vocab_size=151_936,
+    ),
+    "h200-8b": Body(
+        num_parameters=7.0e9,
+        num_layers=36,
+        kv_width=2 * 8 * 128,
+        query_width=32 * 128,
+        hidden_size=4096,
+        vocab_size=151_936,
+    ),
+}
+"""SDAR bodies on an H200, from G.1's formula: nothing here was measured on one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedRow:
+    """`ratio`: samples a second against draft-free decoding; `best_fixed` is the fixed budget that
+    does best, `of_best` what `auto` keeps of it."""
+
+    table: str
+    costs: str
+    seed: int
+    sequences: int
+    auto: float
+    best_fixed: int
+    best_ratio: float
+    of_best: float
+    fixed: Mapping[int, float]
+
+    @property
+    def cell(self) -> SimulatedCell:
+        return SimulatedCell(self.table, self.costs, self.seed, self.sequences)
+
+    @classmethod
+    def read(cls, *, fixed: Mapping[str, float], **rest: Any) -> SimulatedRow:
+        """From what JSON makes of it."""
+        return cls(fixed={int(budget): ratio for budget, ratio in fixed.items()}, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCell:
+    """A number in flight under the clock of a table, by its name and the digest of its costs."""
+
+    table: str
+    costs: str
+    seed: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedBenchmark:
+    """What all cells share; `tables` by name."""
+
+    models: Models
+    questions: Sequence[str]
+    params: SamplingParams
+    tables: Mapping[str, LatencyTable]
+    budgets: Sequence[int]
+    num_rounds: int
+
+    def open(self) -> Callable[[Sequence[SimulatedCell]], Iterator[SimulatedRow]]:
+        """Runs cells of one seed on one recording."""
+        target, drafter, info = self.models.target(), self.models.some_drafter(), self.models.info
+
+        def simulated(cells: Sequence[SimulatedCell]) -> Iterator[SimulatedRow]:
+            questions, seed = list(self.questions), cells[0].seed
+            requests = make_requests(info, questions, self.params, seed=seed)
+            recording = Recording(target)
+            recording.record(requests)
+            for cell in cells:
+                yield simulate(
+                    recording,
+                    drafter,
+                    self.tables[cell.table],
+                    requests,
+                    cell=cell,
+                    budgets=self.budgets,
+                    num_rounds=self.num_rounds,
+                )
+
+        return simulated
+
+
+class _Tokens:
+    """A prefix cache that holds token ids: the identity of what a state stands on."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.of_row: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def ensure(self, num_positions: int) -> None:
+        """Nothing to do: lists grow."""
+
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        self.of_row += [[] for _ in range(num_rows - len(self.of_row))]
+
+    def put(self, row: int, start: int, ids: Sequence[int]) -> None:
+        self.of_row[row][start:] = ids
+
+    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+        assert isinstance(kept, _KeptIds), type(kept)
+        self.put(row, start, kept.ids[index])
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptIds:
+    ids: list[list[int]]
+
+
+class Recording:
+    """What a target left at every state that was visited: hidden rows by prefix and block.
+
+    A `Target` whose forward is a look-up. States that draft-free decoding never visits hold NaN;
+    no walk stands on one. `clock_s` runs by the table.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.block_length, self.mask_id = target.block_length, target.mask_id
+        self.vocab_size, self.device = target.vocab_size, target.device
+        self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self._real: PrefixCache | None = None
+        self.latency: LatencyTable | None = None
+        self.clock_s = 0.0
+
+    def record(self, requests: Sequence[Request], *, sequences: int = 16) -> None:
+        """Decode draft-free and remember."""
+        engine = Engine(self, None, EngineSettings(max_sequences=sequences))
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        self._real = None
+
+    def allocate(self, num_rows: int, num_positions: int) -> PrefixCache:
+        if self.latency is None:
+            self._real = self._target.allocate(num_rows, num_positions)
+        return _Tokens(num_rows)
+
+    def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
+        assert isinstance(cache, _Tokens), type(cache)
+        ids, starts, rows = slots.ids.tolist(), slots.start.tolist(), slots.row.tolist()
+        for index in torch.nonzero(slots.store).squeeze(1).tolist():
+            cache.put(rows[index], starts[index], ids[index])
+        keys = []
+        for block, start, row, seen in zip(ids, starts, rows, slots.sees.tolist(), strict=True):
+            before = [ids[at] for at in seen if at >= 0][:-1]
+            first = start - len(before) * self.block_length
+            prefix = [*cache.of_row[row][:first], *(token for each in before for token in each)]
+            keys.append((tuple(prefix), tuple(block)))
+        kept = _KeptIds([ids[index] for index in torch.nonzero(slots.keep).squeeze(1).tolist()])
+        if self.latency is None:
+            assert self._real is not None, "allocate comes first"
+            self._real.ensure(max(starts) + self.block_length)
+            hidden = self._target.forward(slots, self._real).rows
+            self._rows |= dict(zip(keys, hidden, strict=True))
+            return Hidden(hidden, kept)
+        self.clock_s += self.latency.forward(
+            len(keys), sum(starts) / len(starts) + self.block_length
+        )
+        nowhere = torch.full_like(next(iter(self._rows.values())), math.nan)
+        return Hidden(torch.stack([self._rows.get(key, nowhere) for key in keys]), kept)
+
+    def head(self, rows: Tensor) -> Tensor:
+        assert not bool(rows.isnan().any()), "a walk stands on a state that was not recorded"
+        if self.latency is not None:
+            self.clock_s += self.latency.visit(len(rows), 0.0)
+        return self._target.head(rows)
+
+
+class _Waves:
+    """A drafter whose waves take the table's time."""
+
+    def __init__(self, drafter: Drafter, recording: Recording) -> None:
+        self._drafter, self._recording, self.name = drafter, recording, drafter.name
+
+    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+        assert self._recording.latency is not None
+        self._recording.clock_s += self._recording.latency.draft(len(queries.row))
+        return self._drafter.propose(stale, queries, noise_key)
+
+
+def simulate(
+    recording: Recording,
+    drafter: Drafter,
+    latency: LatencyTable,
+    requests: Sequence[Request],
+    *,
+    cell: SimulatedCell,
+    budgets: Sequence[int],
+    num_rounds: int,
+) -> SimulatedRow:
+    """Steps a second of `auto` and of fixed budgets, against draft-free decoding."""
+
+    def speed(budget: int | Literal["auto"]) -> float:
+        return _speed(recording, drafter, latency, requests, cell.sequences, budget, num_rounds)
+
+    draft_free = speed(0)
+    fixed = {0: 1.0, **{budget: speed(budget) / draft_free for budget in budgets if budget}}
+    auto = speed("auto") / draft_free
+    best = max(fixed, key=lambda budget: fixed[budget])
+    return SimulatedRow(
+        **asdict(cell),
+        auto=auto,
+        best_fixed=best,
+        best_ratio=fixed[best],
+        of_best=auto / fixed[best],
+        fixed=fixed,
+    )
+
+
+def simulated_engine(
+    recording: Recording, drafter: Drafter, latency: LatencyTable, settings: EngineSettings
+) -> Engine:
+    """An engine over what was recorded; `recording.clock_s` runs by the table, from 0 on."""
+    recording.latency, recording.clock_s = latency, 0.0
+    return Engine(
+        recording,
+        _Waves(drafter, recording) if settings.budget else None,
+        settings,
+        latency=latency,
+        clock=lambda: recording.clock_s,
+    )
+
+
+def _speed(
+    recording: Recording,
+    drafter: Drafter,
+    latency: LatencyTable,
+    requests: Sequence[Request],
+    sequences: int,
+    budget: int | Literal["auto"],
+    num_rounds: int,
+) -> float:
+    settings = EngineSettings(max_sequences=sequences, budget=budget, max_slots=1 << 20)
+    engine = simulated_engine(recording, drafter, latency, settings)
+    number = count()
+    num_steps, begin_s = 0, 0.0
+    for at in range(_FIRST_ROUNDS + num_rounds):
+        if at == _FIRST_ROUNDS:
+            num_steps, begin_s = engine.num_steps, recording.clock_s
+        # Late joiners, so that samples are out of step as in a long job.
+        for _ in range(max(1, sequences // 4)):
+            if engine.num_waiting + engine.num_active < sequences + 1:
+                engine.add(requests[next(number) % len(requests)])
+        engine.step()
+    return (engine.num_steps - num_steps) / (recording.clock_s - begin_s)

@@ -1,0 +1,1 @@
+"""How the packaged target was made: corpus, layout, training, evaluation."""

@@ -1,0 +1,1 @@
+"""Other people's drafter files, read and mapped."""

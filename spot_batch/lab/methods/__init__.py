@@ -1,0 +1,1 @@
+"""Other ways to draft, for comparison: published baselines and oracles."""

@@ -1,0 +1,1 @@
+"""Recorded trajectories in; drafters, their calibration and their figures out."""

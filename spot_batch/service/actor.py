@@ -1,0 +1,281 @@
+"""An actor: one engine on one device. Leases go in, published segments come out.
+
+A plain class without ray: `offer` and `collect` may be called from any thread while the engine's
+own thread decodes, so that leases overlap in one batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from spot_batch.inputs.prepare import PreparedSample
+from spot_batch.jobdir.checkpoints import Checkpoints
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.files import Reach, unhindered
+from spot_batch.jobdir.segments import publish_segment
+from spot_batch.models.device import choose_device
+from spot_batch.records.lending import Lease, Progress, Purpose, Receipt
+from spot_batch.records.progress import LoadReport, unreported
+from spot_batch.records.results import Completion, Outcome, RowError
+from spot_batch.service.assemble import Load, engine_settings, load_engine
+
+logger = logging.getLogger(__name__)
+# Samples prepared and waiting in the engine, beside those in flight: all that an actor is lent, so
+# that the longest of them go first and the last ones to fly are short.
+READY_SHARE = 1.0
+# An actor that holds fewer samples than so many times its slots says so, once a lease.
+SHORT_SHARE = 1.5
+# The first rows are published early: a person waits to see them.
+FIRST_ROWS = 3
+IDLE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorInfo:
+    """What an actor is once its models are loaded."""
+
+    index: int
+    pid: int
+    device: str
+    max_sequences: int
+    drafter: str
+    load_s: float
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample that this actor owes: prepared, perhaps in flight, not finished."""
+
+    purpose: Purpose
+    prepared: PreparedSample
+
+
+class Actor:
+    """One engine thread over the target and drafter of a job. Call `stop` at the end.
+
+    `load` and `reach` are for tests: another engine, and a call at each step of publication.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        index: int,
+        *,
+        device: str = "auto",
+        report: LoadReport = unreported,
+        load: Load | None = None,
+        reach: Reach = unhindered,
+    ) -> None:
+        started_s = time.monotonic()
+        self._job = JobDirectory.open(out, reach=reach)
+        self._name = f"actor-{index}"
+        spec = self._job.spec
+        torch.set_num_threads(spec.resources.num_threads)
+        where = choose_device(device)
+        loaded = load(self._job, where) if load else load_engine(self._job, where, report)
+        self._text = loaded.text
+        self._engine = loaded.engine
+        self._preparer = loaded.preparer
+        self._too_large = loaded.too_large
+        self._max_sequences = engine_settings(spec, where).max_sequences
+        # A trajectory is recorded from its beginning or not at all.
+        self._checkpoint_s = (
+            math.inf if "trajectory" in spec.output.include else spec.scheduling.checkpoint_seconds
+        )
+        self._checkpoints = Checkpoints(self._job)
+        self._publish_s = spec.scheduling.publish_seconds
+        self._queue: deque[tuple[Purpose, int]] = deque()
+        self._samples: dict[int, _Sample] = {}
+        self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
+        self._receipts: list[Receipt] = []
+        self._last_publish_s = self._last_checkpoint_s = time.monotonic()
+        self._has_published = False
+        self._stopping = False
+        self._runs_short, self._has_asked = False, True
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self.info = ActorInfo(
+            index=index,
+            pid=os.getpid(),
+            device=str(where),
+            max_sequences=self._max_sequences,
+            drafter=loaded.drafter,
+            load_s=time.monotonic() - started_s,
+        )
+        self._started_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def offer(self, lease: Lease) -> None:
+        """Take on a lease; its samples join the batch as there is room."""
+        with self._changed:
+            self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
+            self._has_asked = False
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float) -> Progress:
+        """What was published since the last call; waits for something, or for samples to run short,
+        until the time is up.
+
+        Raises what ended the engine's thread, if anything did.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._receipts
+                    or self._runs_short
+                    or self._failure
+                    or not self._thread.is_alive()
+                ),
+                timeout=timeout_s,
+            )
+            self._runs_short = False
+            receipts, self._receipts = tuple(self._receipts), []
+            if self._failure is not None and not receipts:
+                raise self._failure
+            num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
+            return Progress(
+                receipts=receipts,
+                num_in_flight=num_active,
+                num_waiting=max(0, num_owed - num_active),
+                num_unpublished=sum(len(outcomes) for outcomes in self._finished.values()),
+                elapsed_s=time.monotonic() - self._started_s,
+                rounds=self._engine.rounds,
+            )
+
+    def stop(self) -> Progress:
+        """Publish what is finished and end the thread; samples in flight are given up."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+        return self.collect(0.0)
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._job.spec.resources.num_threads)  # OpenMP counts by thread
+        try:
+            while not self._stopping:
+                self._admit()
+                for completion in self._engine.step() if self._engine.has_work else ():
+                    self._finish(completion)
+                self._ask_if_short()
+                self._publish_if_due()
+                self._checkpoint_if_due()
+                self._wait_for_work()
+            self._publish()
+            self._checkpoint()
+        except BaseException as error:  # handed to whoever calls collect
+            logger.exception("%s: the engine stopped", self._name)
+            with self._changed:
+                self._failure = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self) -> None:
+        """Prepare queued samples until the engine has a few to spare."""
+        room = int(self._max_sequences * (1 + READY_SHARE)) - len(self._samples)
+        if room < 1 or not self._queue:
+            return
+        taken = self._take(room)
+        for purpose in ("data", "audit"):
+            ids = [sample_id for kind, sample_id in taken if kind == purpose]
+            if not ids:
+                continue
+            begun = self._checkpoints.find(ids) if purpose == "data" else {}
+            for prepared in self._preparer.prepare(ids, draft_free=purpose == "audit"):
+                if prepared.request is None:
+                    assert prepared.error is not None
+                    self._finished[purpose].append(prepared.outcome(prepared.error))
+                    continue
+                request = replace(prepared.request, begun=begun.get(prepared.sample_id))
+                too_large = self._too_large(request)
+                if too_large is not None:
+                    error = RowError(code="oom", stage="decode", message=too_large)
+                    self._finished[purpose].append(prepared.outcome(error))
+                    continue
+                self._samples[prepared.sample_id] = _Sample(purpose, prepared)
+                self._engine.add(request)
+        self._job.reach("actor.admitted")
+
+    def _take(self, room: int) -> list[tuple[Purpose, int]]:
+        """Up to `room` queued samples; one that is in flight for the other purpose waits for it."""
+        taken: list[tuple[Purpose, int]] = []
+        held: list[tuple[Purpose, int]] = []
+        ids = set(self._samples)
+        with self._changed:
+            while self._queue and len(taken) < room:
+                purpose, sample_id = self._queue.popleft()
+                (held if sample_id in ids else taken).append((purpose, sample_id))
+                ids.add(sample_id)
+            self._queue.extendleft(reversed(held))
+        return taken
+
+    def _finish(self, completion: Completion) -> None:
+        sample = self._samples.pop(completion.sample_id)
+        text = completion.text if completion.text is not None else self._text(completion.token_ids)
+        self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
+        self._job.reach("actor.finished")
+
+    def _ask_if_short(self) -> None:
+        """Wake whoever waits to lend more; once, for there may be nothing more to lend."""
+        if not self._has_asked and runs_short(
+            len(self._queue) + len(self._samples), self._max_sequences
+        ):
+            with self._changed:
+                self._has_asked = self._runs_short = True
+                self._changed.notify_all()
+
+    def _publish_if_due(self) -> None:
+        idle = not self._samples and not self._queue
+        late = time.monotonic() - self._last_publish_s >= self._publish_s
+        first = not self._has_published and len(self._finished["data"]) >= FIRST_ROWS
+        if idle or late or first:
+            self._publish()
+
+    def _publish(self) -> None:
+        receipts = []
+        for purpose, outcomes in self._finished.items():
+            if outcomes:
+                receipts.append(
+                    publish_segment(self._job, outcomes, purpose=purpose, actor=self._name)
+                )
+                self._finished[purpose] = []
+        if receipts:
+            self._last_publish_s = time.monotonic()
+            self._has_published = True
+            with self._changed:
+                self._receipts += receipts
+                self._changed.notify_all()
+            self._job.reach("actor.published")
+
+    def _checkpoint_if_due(self) -> None:
+        if time.monotonic() - self._last_checkpoint_s >= self._checkpoint_s:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Whole blocks of what is in flight, for whoever goes on with it."""
+        if self._checkpoint_s < math.inf:
+            self._checkpoints.write(self._engine.begun())
+        self._last_checkpoint_s = time.monotonic()
+
+    def _wait_for_work(self) -> None:
+        if self._engine.has_work:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+
+
+def runs_short(num_owed: int, max_sequences: int) -> bool:
+    """Whether an actor that owes so many samples should be lent more before it starves."""
+    return num_owed <= SHORT_SHARE * max_sequences

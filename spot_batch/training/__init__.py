@@ -1,1 +1,0 @@
-"""Training: the bundled target's recipe and the corpus it learns from."""

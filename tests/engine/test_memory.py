@@ -1,0 +1,240 @@
+"""Where memory ends: smaller forwards, then fewer samples in flight, and the same outputs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spot_batch.drafters.ranking import RankingDrafter
+from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, prefix_memory
+from spot_batch.models.attention import KVCache
+from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch
+from spot_batch.records.results import Completion
+from spot_batch.records.sampling import Request
+from tests.exact.harness import decode_all, mixed_requests, same_sample
+from tests.exact.mock_target import IntegerCache, IntegerTarget
+from tests.slots import NUM_LETTERS
+
+WIDTH = 4
+MESSAGE = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried"
+
+
+class SmallCache(IntegerCache):
+    """Holds so many positions over all rows, and says what a device says beyond."""
+
+    def __init__(self, num_rows: int, num_positions: int, holds: int) -> None:
+        super().__init__(num_rows, num_positions, WIDTH)
+        self._holds = holds
+
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        if num_positions * num_rows > self._holds:
+            raise RuntimeError(MESSAGE)
+        super().resize(num_rows, num_positions)
+
+
+class SmallDevice(IntegerTarget):
+    """Forwards of so many slots fit, and a cache of so many positions."""
+
+    def __init__(self, *, slots: int, positions: int, error: BaseException) -> None:
+        super().__init__(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+        self._slots, self._positions, self._error = slots, positions, error
+        self.num_refused = 0
+
+    def allocate(self, num_rows: int, num_positions: int) -> IntegerCache:
+        return SmallCache(num_rows, num_positions, self._positions)
+
+    def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
+        if len(slots) > self._slots:
+            self.num_refused += 1
+            raise self._error
+        return super().forward(slots, cache)
+
+
+def requests() -> list[Request]:
+    return mixed_requests(num=8, max_new_tokens=14, lengths=(0, 3, 4, 5, 9, 1, 2, 20))
+
+
+def plain() -> dict[int, Completion]:
+    target = IntegerTarget(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+    alone = decode_all(target, None, EngineSettings(max_sequences=1), requests())
+    return {done.sample_id: done for done in alone}
+
+
+def check(found: Sequence[Completion]) -> None:
+    expected = plain()
+    assert all(same_sample(done, expected[done.sample_id]) for done in found)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError(MESSAGE), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_forward_that_does_not_fit_is_run_in_halves(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = SmallDevice(slots=5, positions=10_000, error=error)
+    settings = EngineSettings(max_sequences=6, budget=4)
+    with caplog.at_level(logging.WARNING):
+        check(decode_all(target, RankingDrafter(), settings, requests()))
+    assert 1 <= target.num_refused <= 4
+    assert "slots a forward now" in caplog.text
+
+
+def test_prefixes_that_do_not_fit_let_fewer_samples_fly(caplog: pytest.LogCaptureFixture) -> None:
+    target = SmallDevice(slots=1000, positions=3 * 128, error=MemoryError())
+    with caplog.at_level(logging.WARNING):
+        check(decode_all(target, None, EngineSettings(max_sequences=6), requests()))
+    assert "at most 3 samples in flight now" in caplog.text
+
+
+def test_what_no_ladder_helps_is_raised() -> None:
+    tiny = SmallDevice(slots=1, positions=10_000, error=MemoryError())
+    with pytest.raises(MemoryError):
+        decode_all(tiny, None, EngineSettings(max_sequences=6), requests())
+    tight = SmallDevice(slots=1000, positions=8, error=MemoryError())
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        decode_all(tight, None, EngineSettings(max_sequences=6), requests())
+
+
+def test_another_error_is_not_taken_for_it() -> None:
+    broken = SmallDevice(slots=3, positions=10_000, error=RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        decode_all(broken, None, EngineSettings(max_sequences=6), requests())
+    assert broken.num_refused == 1
+
+
+def uneven() -> list[Request]:
+    """Every third one takes two steps of padding, the last three."""
+    lengths = [130 if number % 3 == 0 else 14 for number in range(8)] + [270]
+    few = mixed_requests(num=9, max_new_tokens=14, lengths=(0, 3, 4, 5, 9, 1, 2, 20, 7))
+    return [
+        replace(each, params=replace(each.params, max_new_tokens=length))
+        for each, length in zip(few, lengths, strict=True)
+    ]
+
+
+class WatchedCache(IntegerCache):
+    """Notes its largest size."""
+
+    most = 0
+
+    def resize(self, num_rows: int, num_positions: int) -> None:
+        super().resize(num_rows, num_positions)
+        WatchedCache.most = max(WatchedCache.most, num_rows * num_positions)
+
+
+class Watched(IntegerTarget):
+    def allocate(self, num_rows: int, num_positions: int) -> IntegerCache:
+        return WatchedCache(num_rows, num_positions, WIDTH)
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(
+    "most",
+    [384, *(pytest.param(most, marks=pytest.mark.slow) for most in (640, 1100, None))],
+)
+def test_samples_join_while_memory_holds_them_to_their_ends(
+    most: int | None, longest_first: bool
+) -> None:
+    WatchedCache.most = 0
+    target = Watched(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+    alone = decode_all(target, None, EngineSettings(max_sequences=1), uneven())
+    expected = {done.sample_id: done for done in alone}
+    WatchedCache.most = 0
+    settings = EngineSettings(
+        max_sequences=6, budget=4, max_positions=most, longest_first=longest_first
+    )
+    engine = Engine(target, RankingDrafter(), settings)
+    for request in uneven():
+        engine.add(request)
+    found: list[Completion] = []
+    flights = []
+    while engine.has_work:
+        found += engine.step()
+        flights.append(engine.num_active)
+    assert len(found) == 9
+    assert all(same_sample(done, expected[done.sample_id]) for done in found)
+    if most is not None:
+        assert WatchedCache.most <= most
+    assert max(flights) <= (6 if most is None else min(6, most // 128))
+
+
+def test_the_longest_joins_first_if_asked() -> None:
+    target = Watched(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+
+    def order(*, longest_first: bool) -> list[int]:
+        settings = EngineSettings(max_sequences=1, longest_first=longest_first)
+        return [done.sample_id for done in decode_all(target, None, settings, uneven())]
+
+    assert order(longest_first=False) == list(range(9))
+    assert order(longest_first=True) == [8, 3, 6, 0, 7, 4, 2, 1, 5]
+
+
+def test_short_ones_fill_what_a_long_one_leaves() -> None:
+    target = Watched(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+    settings = EngineSettings(max_sequences=6, max_positions=640, longest_first=True)
+    engine = Engine(target, None, settings)
+    for request in uneven():
+        if request.params.max_new_tokens != 130:
+            engine.add(request)
+    flights = []
+    while engine.has_work:
+        engine.step()
+        flights.append(engine.num_active)
+    assert flights[0] == 1
+    assert max(flights) == 5
+
+
+def test_a_sample_that_can_never_fly_is_told_from_one_that_can() -> None:
+    memory = PrefixMemory(num_bytes=3000, position_bytes=10)
+    long, short = uneven()[8], uneven()[0]
+    assert memory.num_positions == 300
+    assert memory.fault(short, block_length=WIDTH) is None
+    assert memory.fault(long, block_length=WIDTH) == (
+        "its 7 prompt tokens and max_new_tokens 270 take 3,840 bytes of prefix memory, there are "
+        "3,000 (resources.prefix_share, resources.prefix_gib)"
+    )
+    target = Watched(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+    engine = Engine(target, None, EngineSettings(max_positions=memory.num_positions))
+    engine.add(short)
+    with pytest.raises(ValueError, match="sample 8 needs 384 positions of 300"):
+        engine.add(long)
+
+
+def test_memory_is_a_share_of_what_is_free_or_what_the_spec_says() -> None:
+    cpu = torch.device("cpu")
+    free = free_bytes(cpu)
+    assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    half = prefix_memory(cpu, position_bytes=8, share=0.5, num_sharing=2.0)
+    assert half.num_bytes == pytest.approx(free / 4, rel=0.2)
+    assert prefix_memory(cpu, position_bytes=8, share=0.5, gib=1.5).num_bytes == 3 * GIB // 2
+
+
+def test_a_cache_keeps_what_it_holds_at_another_size() -> None:
+    cache = KVCache(
+        num_layers=2,
+        num_rows=3,
+        num_positions=256,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    before = [layer.normal_().clone() for layer in (*cache.keys, *cache.values)]
+    for rows, positions in ((5, 130), (2, 300), (4, 128)):
+        cache.resize(rows, positions)
+        assert cache.keys[0].shape == (rows, 2, cache.num_positions, 4)
+    for layer, was in zip((*cache.keys, *cache.values), before, strict=True):
+        assert torch.equal(layer[:2, :, :128], was[:2, :, :128])
+        assert not layer[2:].any()
+    assert cache.num_positions == 128
+
+
+def test_no_positions_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_positions must be at least 1, got 0"):
+        EngineSettings(max_positions=0)

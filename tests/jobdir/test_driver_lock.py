@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease, read_driver
+from spot_batch.jobdir.events import append_event, read_events, read_heartbeat, write_heartbeat
+from spot_batch.records.progress import Heartbeat
+from tests.jobdir.jobs import make_job, prompts
+
+HOLD = """
+import sys, time
+from spot_batch.store import JobDirectory, acquire_driver_lease
+with acquire_driver_lease(JobDirectory(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDirectory:
+    return make_job(tmp_path, prompts(2))
+
+
+def alter_record(job: JobDirectory, **changes: object) -> None:
+    record = json.loads(job.driver_path.read_text())
+    job.driver_path.write_text(json.dumps({**record, **changes}))
+
+
+def test_a_second_driver_is_told_who_the_first_one_is(job: JobDirectory) -> None:
+    with (
+        acquire_driver_lease(job),
+        pytest.raises(DriverAlive, match=f"driven by process {os.getpid()}"),
+        acquire_driver_lease(job),
+    ):
+        pass
+
+
+def test_the_lease_ends_with_its_block(job: JobDirectory) -> None:
+    with acquire_driver_lease(job):
+        assert read_driver(job) is not None
+    assert read_driver(job) is None
+    with acquire_driver_lease(job) as lease:
+        assert lease.is_held
+
+
+def test_a_driver_that_was_killed_holds_nothing(job: JobDirectory) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(job.root)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(DriverAlive, match=str(holder.pid)), acquire_driver_lease(job):
+            pass
+        holder.kill()
+    with acquire_driver_lease(job) as lease:
+        assert lease.is_held
+
+
+def test_a_process_that_took_over_the_pid_does_not_hold_the_lease(job: JobDirectory) -> None:
+    with acquire_driver_lease(job) as first:
+        alter_record(job, start_time="1")
+        with acquire_driver_lease(job) as second:
+            assert second.is_held
+            assert not first.is_held
+            first.beat()  # says nothing
+            assert second.is_held
+
+
+def test_a_driver_on_another_host_lives_while_its_heart_beats(job: JobDirectory) -> None:
+    with acquire_driver_lease(job):
+        alter_record(job, host="elsewhere/pid:[1]")
+        with pytest.raises(DriverAlive, match="on elsewhere, last"), acquire_driver_lease(job):
+            pass
+        alter_record(job, host="elsewhere/pid:[1]", heartbeat=time.time() - 61)
+        with acquire_driver_lease(job) as lease:
+            assert lease.is_held
+
+
+def test_a_torn_record_holds_nothing(job: JobDirectory) -> None:
+    job.driver_path.write_text('{"pid": 1')
+    with acquire_driver_lease(job) as lease:
+        assert lease.is_held
+
+
+def test_a_beat_moves_the_heartbeat(job: JobDirectory) -> None:
+    with acquire_driver_lease(job) as lease:
+        alter_record(job, heartbeat=5.0)
+        lease.beat()
+        record = read_driver(job)
+        assert record is not None
+        assert time.time() - record.heartbeat < 10
+
+
+def test_a_job_may_be_leased_before_it_is_created(tmp_path: Path) -> None:
+    with acquire_driver_lease(JobDirectory(tmp_path / "out")) as lease:
+        assert make_job(tmp_path, prompts(1)).num_samples == 1
+        assert lease.is_held
+
+
+def test_events_of_several_processes_stand_whole(job: JobDirectory) -> None:
+    append_event(job, "started", actors=2)
+    with job.events_path.open("a") as file:
+        file.write('{"kind": "to')  # a crash in the midst of a line
+    append_event(job, "lost with the line before it")
+    append_event(job, "ended", code=0)
+    events = list(read_events(job))
+    assert [event["kind"] for event in events] == ["started", "ended"]
+    assert events[0]["actors"] == 2
+
+
+def test_the_last_heartbeat_is_read_back(job: JobDirectory) -> None:
+    assert read_heartbeat(job) is None
+    write_heartbeat(job, Heartbeat(state="running", num_samples=2, num_durable=1))
+    write_heartbeat(job, Heartbeat(state="running", num_samples=2, num_durable=2))
+    heartbeat = read_heartbeat(job)
+    assert heartbeat is not None
+    assert heartbeat.num_durable == 2
+    assert abs(time.time() - heartbeat.time) < 10
