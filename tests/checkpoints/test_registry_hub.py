@@ -23,7 +23,8 @@ from tests.families import write_checkpoint
 
 SCRIPT = """
 import json, sys
-from spot_batch.targets.hub import ModelError, commit_of, locate
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.hub import commit_of, locate
 def said(progress):
     of = [progress.num_bytes, progress.num_bytes_total]
     print(json.dumps({"stage": progress.stage, "of": of}))

@@ -1,6 +1,6 @@
 """Draft-free decoding once more, as plainly as it can be said: the definition in algorithms.md A.
 
-No cache, no slots, no batch, no torch, nothing of `spot_batch.decoding` or `spot_batch.noise`: one
+No cache, no slots, no batch, no torch, nothing of `spot_batch.engine` or `spot_batch.noise`: one
 sample, Python integers for the noise, Python floats (exactly rounded sums) for the confidences, and
 the target as a function of the tokens alone. Slow, and only for tests.
 """

@@ -17,7 +17,8 @@ from tests.jobdir.jobs import make_job, prompts
 
 HOLD = """
 import sys, time
-from spot_batch.store import JobDirectory, acquire_driver_lease
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.driver_lock import acquire_driver_lease
 with acquire_driver_lease(JobDirectory(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -561,8 +561,10 @@ def test_a_disk_that_fills_up_within_a_part_is_told_from_a_bug(tmp_path: Path) -
 
 KILLED = """
 import sys
-from spot_batch.store import JobDirectory, compact, publish_segment
-from tests.store.jobs import make_outcomes
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.parts import compact
+from spot_batch.jobdir.segments import publish_segment
+from tests.jobdir.jobs import make_outcomes
 job = JobDirectory.open(sys.argv[1])
 print("ready", flush=True)
 for start in range(0, 300, 6):

@@ -202,7 +202,7 @@ def test_the_check_in_words_names_a_few_of_those_that_differ() -> None:
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = (
-        "import sys, spot_batch, spot_batch.records; "
+        "import sys, spot_batch, spot_batch.records.results; "
         "print([m for m in ('torch', 'ray', 'datasets', 'pyarrow', 'transformers') "
         "if m in sys.modules])"
     )
@@ -212,7 +212,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_the_store_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, spot_batch.store, spot_batch.inputs; "
+        "import sys, spot_batch.jobdir.parts, spot_batch.inputs.pin, spot_batch.inputs.prepare; "
         "print([m for m in ('torch', 'ray', 'datasets', 'transformers') if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from spot_batch.service.embedded import _sweep_temp_folders
 
 SCRIPT = """
 import tempfile, sys
-from spot_batch.driver.embedded import embedded_ray
+from spot_batch.service.embedded import embedded_ray
 with embedded_ray(cpu_threads=1) as machine:
     import ray
     class Probe:

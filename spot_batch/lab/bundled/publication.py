@@ -23,7 +23,7 @@ from spot_batch.lab.bundled.tokenizer import END_OF_TEXT, IM_END, MASK, save_tok
 
 CARD_NOTES = """
 Trained from nothing by this repository on a synthetic corpus that it generates
-(`spot_batch.training.corpus`): worked word problems, one-expression Python functions, list and
+(`spot_batch.lab.bundled.corpus`): worked word problems, one-expression Python functions, list and
 word instructions, short stories. It is made for tests, examples and measurements of decoding on a
 laptop, and knows nothing beyond that corpus.
 
