@@ -68,14 +68,14 @@ def publish_segment(
     )
     table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
     totals = _totals(outcomes)
-    name, num_bytes = publish_rows(job, table, totals=totals, purpose=purpose, actor=actor)
-    return _receipt(outcomes, totals, name=name, purpose=purpose, num_bytes=num_bytes)
+    name = publish_rows(job, table, totals=totals, purpose=purpose, actor=actor)
+    return _receipt(outcomes, totals, name=name, purpose=purpose)
 
 
 def publish_rows(
     job: JobDirectory, rows: pa.Table, *, totals: Totals, purpose: Purpose = "data", actor: str
-) -> tuple[str, int]:
-    """Publishes rows of a segment's schema, in order of sample id; (its name, its bytes)."""
+) -> str:
+    """Publishes rows of a segment's schema, in order of sample id; the segment's name."""
     sample_ids = rows[SAMPLE_ID].to_pylist()
     metadata = {
         "spot_batch.fingerprint": job.fingerprint,
@@ -91,7 +91,7 @@ def publish_rows(
     job.reach(f"{purpose}.segment.made")
     publish_bytes(data, folder / name, tmp=job.tmp, reach=job.reach)
     job.reach(f"{purpose}.segment.published")
-    return name, len(data)
+    return name
 
 
 def list_segments(folder: Path, *, overlapping: range | None = None) -> Iterator[Path]:
@@ -345,16 +345,12 @@ def _totals(outcomes: Sequence[Outcome]) -> Totals:
 
 
 def _receipt(
-    outcomes: Sequence[Outcome], totals: Totals, *, name: str, purpose: Purpose, num_bytes: int
+    outcomes: Sequence[Outcome], totals: Totals, *, name: str, purpose: Purpose
 ) -> Receipt:
     return Receipt(
         name=name,
         purpose=purpose,
         sample_ids=tuple(_ids(outcomes)),
-        num_rows=totals.num_samples,
-        num_errors=totals.num_errors,
-        num_bytes=num_bytes,
-        checksum=name.removesuffix(".arrow").rpartition("-")[2],
         num_tokens=totals.num_tokens,
         stats=SampleStats(
             num_forwards=totals.num_forwards,
@@ -363,5 +359,5 @@ def _receipt(
             num_accepted=totals.num_accepted,
         ),
         num_draft_free_forwards=totals.num_draft_free_forwards,
-        error_codes=tuple(sorted(Counter(totals.error_codes).elements())),
+        errors={o.sample_id: o.result.code for o in outcomes if isinstance(o.result, RowError)},
     )

@@ -1,8 +1,8 @@
-"""What driver and actors tell each other: leases out, receipts back. Metadata only, no rows."""
+"""What driver and actors tell each other: leases out, news back. Metadata only, no rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,35 +15,39 @@ Purpose = Literal["data", "audit"]
 class Lease:
     """Sample ids lent to one actor. Audit leases are decoded again draft-free."""
 
-    lease_id: int
     sample_ids: tuple[int, ...]
     purpose: Purpose = "data"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """What a published segment tells the driver: metadata only, no rows."""
+    """What a published segment tells the driver. `errors` are the codes of its error rows, by
+    sample id."""
 
     name: str
     purpose: Purpose
     sample_ids: tuple[int, ...]
-    num_rows: int
-    num_errors: int
-    num_bytes: int
-    checksum: str
     num_tokens: int
     stats: SampleStats
     num_draft_free_forwards: int
-    error_codes: tuple[str, ...] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """An actor's state, as `collect` returns it: new receipts and what is still in flight."""
+class News:
+    """What an actor answers: the receipts of what it published since it was asked last, and what it
+    still holds."""
 
     receipts: Sequence[Receipt] = field(default_factory=tuple)
     num_in_flight: int = 0
     num_waiting: int = 0
-    num_unpublished: int = 0
     elapsed_s: float = 0.0
     rounds: Rounds = field(default_factory=Rounds)

@@ -23,7 +23,7 @@ from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import Reach, unhindered
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.models.device import choose_device
-from spot_batch.records.lending import Lease, Progress, Purpose, Receipt
+from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.progress import LoadReport, unreported
 from spot_batch.records.results import Completion, Outcome, RowError
 from spot_batch.service.assemble import Load, engine_settings, load_engine
@@ -122,7 +122,7 @@ class Actor:
             self._has_asked = False
             self._changed.notify_all()
 
-    def collect(self, timeout_s: float) -> Progress:
+    def collect(self, timeout_s: float) -> News:
         """What was published since the last call; waits for something, or for samples to run short,
         until the time is up.
 
@@ -143,16 +143,15 @@ class Actor:
             if self._failure is not None and not receipts:
                 raise self._failure
             num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
-            return Progress(
+            return News(
                 receipts=receipts,
                 num_in_flight=num_active,
                 num_waiting=max(0, num_owed - num_active),
-                num_unpublished=sum(len(outcomes) for outcomes in self._finished.values()),
                 elapsed_s=time.monotonic() - self._started_s,
                 rounds=self._engine.rounds,
             )
 
-    def stop(self) -> Progress:
+    def stop(self) -> News:
         """Publish what is finished and end the thread; samples in flight are given up."""
         with self._changed:
             self._stopping = True

@@ -13,7 +13,7 @@ from typing import Any
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import StorageFull
-from spot_batch.records.lending import Lease, Progress
+from spot_batch.records.lending import Lease, News
 from spot_batch.records.progress import ActorLoading, LoadProgress, LoadReport
 from spot_batch.service.actor import Actor, ActorInfo
 from spot_batch.service.embedded import Machine
@@ -35,7 +35,7 @@ class Failure:
     is_full_disk: bool = False
 
 
-Answer = ActorInfo | LoadProgress | Progress | Failure
+Answer = ActorInfo | LoadProgress | News | Failure
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Member:
     pending: Any
     info: ActorInfo | None = None
     loading: LoadProgress | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: News = field(default_factory=News)
     num_published: int = 0
 
     @property
@@ -84,15 +84,15 @@ class RemoteActor:
     def _note(self, progress: LoadProgress) -> None:
         self._load_progress = progress
 
-    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> Progress:
+    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> News:
         """New leases in, news out: one call, so that a report always counts what was lent."""
         assert self._actor is not None, "load comes first"
         for lease in leases:
             self._actor.offer(lease)
         return self._actor.collect(timeout_s)
 
-    def stop(self) -> Progress:
-        return self._actor.stop() if self._actor is not None else Progress()
+    def stop(self) -> News:
+        return self._actor.stop() if self._actor is not None else News()
 
 
 class Fleet:
@@ -156,7 +156,7 @@ class Fleet:
         self._members.remove(member)
         ray.kill(member.handle, no_restart=True)
 
-    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]:
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, News]]:
         """Let every loaded actor publish what it has finished, then end all of them."""
         import ray
 
@@ -169,7 +169,7 @@ class Fleet:
             ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=grace_s)
             for ref in ready:
                 answer = self._answer(calls[ref], ref)
-                if isinstance(answer, Progress):
+                if isinstance(answer, News):
                     yield calls[ref], answer
         for member in list(self._members):
             self.remove(member)
@@ -179,7 +179,7 @@ class Fleet:
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         try:
-            answer: ActorInfo | LoadProgress | Progress = ray.get(ref)
+            answer: ActorInfo | LoadProgress | News = ray.get(ref)
             return answer
         except RayTaskError as error:
             return _failure(error.cause, str(error))

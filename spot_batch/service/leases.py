@@ -58,7 +58,6 @@ class LeasePool:
         self._deaths_alone: dict[Work, int] = {}
         self._given_up: list[Work] = []
         self._isolator: int | None = None
-        self._next_lease_id = 0
         self._num_unlent = sum(len(ids) for ids in self._ranges)
         self._num_data = max(1, self._num_unlent)
         self._num_audits = len(self._audits)
@@ -158,8 +157,7 @@ class LeasePool:
 
     def _lend(self, actor: int, purpose: Purpose, sample_ids: tuple[int, ...]) -> Lease:
         self._loans[actor].work |= {(purpose, sample_id) for sample_id in sample_ids}
-        self._next_lease_id += 1
-        return Lease(lease_id=self._next_lease_id, sample_ids=sample_ids, purpose=purpose)
+        return Lease(sample_ids=sample_ids, purpose=purpose)
 
     def _lend_suspects(self, actor: int) -> Lease:
         group = self._suspects.popleft()

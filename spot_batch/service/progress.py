@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Literal, Protocol
@@ -54,6 +54,7 @@ def totals_of(receipt: Receipt) -> Totals:
         num_drafted=receipt.stats.num_drafted,
         num_accepted=receipt.stats.num_accepted,
         num_draft_free_forwards=receipt.num_draft_free_forwards,
+        error_codes=dict(sorted(Counter(receipt.errors.values()).items())),
     )
 
 

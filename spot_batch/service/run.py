@@ -27,7 +27,7 @@ from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.scan import fault_of_parts, scan
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.jobdir.summary import Summary, Totals
-from spot_batch.records.lending import Lease, Progress, Receipt
+from spot_batch.records.lending import Lease, News, Receipt
 from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress, RunFacts
 from spot_batch.records.results import Outcome, Rounds, RowError
 from spot_batch.service.actor import ActorInfo
@@ -106,7 +106,7 @@ class Crew(Protocol):
 
     def remove(self, member: Member) -> None: ...
 
-    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]: ...
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, News]]: ...
 
 
 class Compaction(Protocol):

@@ -29,7 +29,7 @@ def test_a_published_segment_says_itself_what_it_holds(job: JobDirectory) -> Non
     receipt = publish_segment(job, make_outcomes(job, [3, 4, 9], failed={4}), actor="actor-1")
     assert receipt.sample_ids == (3, 4, 9)
     assert (receipt.num_rows, receipt.num_errors) == (3, 1)
-    assert receipt.error_codes == ("oom",)
+    assert receipt.errors == {4: "oom"}
     assert receipt.num_tokens == 3 + 4
     published = scan(job)
     assert str(published.data) == "3-4,9"

@@ -80,7 +80,7 @@ def run_here(out: Path, spec: JobSpec) -> JobDirectory:
     """A whole job by one actor in this process, without ray."""
     job, plan = begin(out, spec)
     actor = Actor(job.root, 0)
-    actor.offer(Lease(lease_id=0, sample_ids=tuple(range(job.num_samples))))
+    actor.offer(Lease(sample_ids=tuple(range(job.num_samples))))
     done = 0
     while done < job.num_samples:
         done += sum(receipt.num_rows for receipt in actor.collect(60.0).receipts)

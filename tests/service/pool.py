@@ -26,7 +26,7 @@ from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
 from spot_batch.jobdir.retry import begin_retry
-from spot_batch.records.lending import Lease, Progress
+from spot_batch.records.lending import Lease, News
 from spot_batch.records.progress import ActorLoading, RunFacts
 from spot_batch.records.results import Begun, Completion, Rounds, SampleStats
 from spot_batch.records.sampling import Request
@@ -232,12 +232,12 @@ class PoolCrew:
         member.handle.kill()
         member.handle.join()
 
-    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]:
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, News]]:
         for member in list(self._members):
             if member.info is not None and member.pending.poll(grace_s):
                 answer = _received(member.pending)  # of the exchange under way
                 self.exchange(member, [])
-                if isinstance(answer, Progress):
+                if isinstance(answer, News):
                     yield member, answer
             self.remove(member)
 

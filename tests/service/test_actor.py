@@ -18,7 +18,7 @@ from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.scan import scan
 from spot_batch.models.numerics import NumericsMismatch
-from spot_batch.records.lending import Lease, Progress, Purpose, Receipt
+from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.results import Begun, SampleStats
 from spot_batch.service.actor import Actor
 from tests.service.jobs import begin, prompts, small_spec, write_rows
@@ -44,7 +44,7 @@ def acting(job: JobDirectory, index: int = 0) -> Iterator[Actor]:
 
 
 def lease(ids: Sequence[int], purpose: Purpose = "data") -> Lease:
-    return Lease(lease_id=1, sample_ids=tuple(ids), purpose=purpose)
+    return Lease(sample_ids=tuple(ids), purpose=purpose)
 
 
 def collect(actor: Actor, count: int, *, timeout_s: float = 60.0) -> list[Receipt]:
@@ -86,7 +86,7 @@ def test_a_faulty_row_is_an_error_and_its_neighbours_are_rows(tmp_path: Path) ->
         actor.offer(lease(range(4)))
         receipts = collect(actor, 4)
     assert sum(receipt.num_errors for receipt in receipts) == 2
-    codes = sorted(code for receipt in receipts for code in receipt.error_codes)
+    codes = sorted(code for receipt in receipts for code in receipt.errors.values())
     assert codes == ["empty_prompt", "too_long"]
     assert [row["id"] for row in rows_of(job)] == ["q-0", "q-1"]
 
@@ -99,7 +99,7 @@ def test_a_row_that_fits_no_memory_is_an_error_with_its_bytes(tmp_path: Path) ->
     with acting(job) as actor:
         actor.offer(lease(range(3)))
         receipts = collect(actor, 3)
-    assert [code for receipt in receipts for code in receipt.error_codes] == ["oom"]
+    assert [code for receipt in receipts for code in receipt.errors.values()] == ["oom"]
     assert [row["row_index"] for row in rows_of(job)] == [0, 2]
     compact(job, 0)
     with pa.OSFile(str(job.errors / job.part_name(0))) as source:
@@ -178,7 +178,7 @@ def test_an_idle_actor_reports_nothing_and_waits(tmp_path: Path) -> None:
         began = time.monotonic()
         progress = actor.collect(0.3)
         assert time.monotonic() - began >= 0.3
-    assert progress == Progress(elapsed_s=progress.elapsed_s)
+    assert progress == News(elapsed_s=progress.elapsed_s)
 
 
 def test_the_first_actor_writes_down_its_arithmetic_and_another_is_refused(tmp_path: Path) -> None:

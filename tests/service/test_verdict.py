@@ -32,10 +32,10 @@ def published(
     spec = small_spec(write_rows(folder, rows), {**SHORT, **(overrides or {})})
     job, plan = begin(folder / "out", spec)
     actor = Actor(job.root, 0)
-    actor.offer(Lease(lease_id=1, sample_ids=tuple(range(job.num_samples))))
+    actor.offer(Lease(sample_ids=tuple(range(job.num_samples))))
     if spec.equivalence.audit_fraction:
         every = tuple(range(job.num_samples))
-        actor.offer(Lease(lease_id=2, sample_ids=every, purpose="audit"))
+        actor.offer(Lease(sample_ids=every, purpose="audit"))
     count = 0
     wanted = job.num_samples * (2 if spec.equivalence.audit_fraction else 1)
     while count < wanted:

@@ -27,7 +27,7 @@ from spot_batch.jobdir.driver_lock import acquire_driver_lease
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
 from spot_batch.jobdir.segments import publish_segment
-from spot_batch.records.lending import Lease, Progress, Receipt
+from spot_batch.records.lending import Lease, News, Receipt
 from spot_batch.records.progress import ActorLoading, RunFacts
 from spot_batch.records.results import Completion, Outcome, SampleStats
 from spot_batch.service.actor import ActorInfo
@@ -149,12 +149,12 @@ class _Bench:
             raise KeyboardInterrupt
         self.growth_mib = max(self.growth_mib, _resident_mib() - self._first_mib)
         receipt = self._publish()
-        yield self._member, Progress(receipts=(receipt,), num_waiting=len(self._owed))
+        yield self._member, News(receipts=(receipt,), num_waiting=len(self._owed))
 
     def remove(self, member: Member) -> None:
         del member
 
-    def stop(self, grace_s: float) -> Iterator[tuple[Member, Progress]]:
+    def stop(self, grace_s: float) -> Iterator[tuple[Member, News]]:
         del grace_s
         yield from ()
 
