@@ -123,10 +123,10 @@ def _run_or_follow(
     show_commands(screen, directory.root)
     while True:
         try:
-            with acquire_driver_lease(directory) as lease:
+            with acquire_driver_lease(directory) as lock:
                 job = begin()
                 with JobScreen(screen, job) as progress, mirrored(job.root):
-                    result = run_job(job, plan.facts, progress, lease=lease)
+                    result = run_job(job, plan.facts, progress, lock=lock)
             return _say_end(screen, job, result, progress.last, as_json=as_json)
         except DriverAlive as alive:
             mirror = Mirror.of(directory.root)

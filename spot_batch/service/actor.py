@@ -1,7 +1,7 @@
 """An actor: one engine on one device. Leases go in, published segments come out.
 
-A plain class without ray: `offer` and `collect` may be called from any thread while the engine's
-own thread decodes, so that leases overlap in one batch.
+A plain class without ray: its calls may come from any thread while the engine's own thread decodes,
+so that leases overlap in one batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from spot_batch.jobdir.files import Reach, unhindered
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.models.device import choose_device
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
-from spot_batch.records.progress import LoadReport, unreported
+from spot_batch.records.progress import LoadProgress
 from spot_batch.records.results import Completion, Outcome, RowError
-from spot_batch.service.assemble import Load, engine_settings, load_engine
+from spot_batch.service.assemble import EngineLoader, engine_settings, load_engine
 
 logger = logging.getLogger(__name__)
 # Samples prepared and waiting in the engine, beside those in flight: all that an actor is lent, so
@@ -60,75 +61,58 @@ class _Sample:
 
 
 class Actor:
-    """One engine thread over the target and drafter of a job. Call `stop` at the end.
+    """One engine thread over the target and drafter of a job, which it loads first.
 
-    `load` and `reach` are for tests: another engine, and a call at each step of publication.
+    `load_engine` and `reach` are for tests: another engine, and a call at each step of publication.
     """
 
     def __init__(
         self,
-        out: Path,
+        out: Path | str,
         index: int,
         *,
         device: str = "auto",
-        report: LoadReport = unreported,
-        load: Load | None = None,
+        load_engine: EngineLoader = load_engine,
         reach: Reach = unhindered,
     ) -> None:
-        started_s = time.monotonic()
-        self._job = JobDirectory.open(out, reach=reach)
-        self._name = f"actor-{index}"
-        spec = self._job.spec
-        torch.set_num_threads(spec.resources.num_threads)
-        where = choose_device(device)
-        loaded = load(self._job, where) if load else load_engine(self._job, where, report)
-        self._text = loaded.text
-        self._engine = loaded.engine
-        self._preparer = loaded.preparer
-        self._too_large = loaded.too_large
-        self._max_sequences = engine_settings(spec, where).max_sequences
-        # A trajectory is recorded from its beginning or not at all.
-        self._checkpoint_s = (
-            math.inf if "trajectory" in spec.output.include else spec.scheduling.checkpoint_seconds
-        )
-        self._checkpoints = Checkpoints(self._job)
-        self._publish_s = spec.scheduling.publish_seconds
+        self._out, self._index, self._name = Path(out), index, f"actor-{index}"
+        self._device, self._load_engine, self._reach = device, load_engine, reach
+        self._info: ActorInfo | None = None
+        self._load_progress = LoadProgress("checking")
         self._queue: deque[tuple[Purpose, int]] = deque()
         self._samples: dict[int, _Sample] = {}
         self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
         self._receipts: list[Receipt] = []
-        self._last_publish_s = self._last_checkpoint_s = time.monotonic()
         self._has_published = False
         self._stopping = False
         self._runs_short, self._has_asked = False, True
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        self.info = ActorInfo(
-            index=index,
-            pid=os.getpid(),
-            device=str(where),
-            max_sequences=self._max_sequences,
-            drafter=loaded.drafter,
-            load_s=time.monotonic() - started_s,
-        )
-        self._started_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    def offer(self, lease: Lease) -> None:
-        """Take on a lease; its samples join the batch as there is room."""
+    def load(self, timeout_s: float) -> ActorInfo | LoadProgress:
+        """What the actor is, or how far it has come with loading when the time is up.
+
+        Raises what loading raised.
+        """
         with self._changed:
-            self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
-            self._has_asked = False
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._info or self._failure, timeout=timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return self._info or self._load_progress
 
-    def collect(self, timeout_s: float) -> News:
-        """What was published since the last call; waits for something, or for samples to run short,
-        until the time is up.
+    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> News:
+        """Leases in, news out: one call, so that what is answered always counts what was lent.
 
+        It waits for something to be published, or for samples to run short, until the time is up.
         Raises what ended the engine's thread, if anything did.
         """
         with self._changed:
+            for lease in leases:
+                self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
+                self._has_asked = False
+            self._changed.notify_all()
             self._changed.wait_for(
                 lambda: (
                     self._receipts
@@ -142,14 +126,7 @@ class Actor:
             receipts, self._receipts = tuple(self._receipts), []
             if self._failure is not None and not receipts:
                 raise self._failure
-            num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
-            return News(
-                receipts=receipts,
-                num_in_flight=num_active,
-                num_waiting=max(0, num_owed - num_active),
-                elapsed_s=time.monotonic() - self._started_s,
-                rounds=self._engine.rounds,
-            )
+            return self._news(receipts)
 
     def stop(self) -> News:
         """Publish what is finished and end the thread; samples in flight are given up."""
@@ -157,13 +134,25 @@ class Actor:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
-        return self.collect(0.0)
+        return self.exchange((), 0.0)
+
+    def _news(self, receipts: Sequence[Receipt]) -> News:
+        if self._info is None:
+            return News(receipts=receipts)
+        num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
+        return News(
+            receipts=receipts,
+            num_in_flight=num_active,
+            num_waiting=max(0, num_owed - num_active),
+            elapsed_s=time.monotonic() - self._started_s,
+            rounds=self._engine.rounds,
+        )
 
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self._job.spec.resources.num_threads)  # OpenMP counts by thread
         try:
+            self._load()
             while not self._stopping:
                 self._admit()
                 for completion in self._engine.step() if self._engine.has_work else ():
@@ -174,12 +163,43 @@ class Actor:
                 self._wait_for_work()
             self._publish()
             self._checkpoint()
-        except BaseException as error:  # handed to whoever calls collect
+        except BaseException as error:  # handed to whoever asks for news
             logger.exception("%s: the engine stopped", self._name)
             with self._changed:
                 self._failure = error
         with self._changed:
             self._changed.notify_all()
+
+    def _load(self) -> None:
+        began_s = time.monotonic()
+        self._job = JobDirectory.open(self._out, reach=self._reach)
+        spec = self._job.spec
+        torch.set_num_threads(spec.resources.num_threads)  # OpenMP counts by thread
+        device = choose_device(self._device)
+        loaded = self._load_engine(self._job, device, self._note)
+        self._engine, self._preparer = loaded.engine, loaded.preparer
+        self._text, self._too_large = loaded.text, loaded.too_large
+        self._max_sequences = engine_settings(spec, device).max_sequences
+        # A trajectory is recorded from its beginning or not at all.
+        self._checkpoint_s = (
+            math.inf if "trajectory" in spec.output.include else spec.scheduling.checkpoint_seconds
+        )
+        self._checkpoints = Checkpoints(self._job)
+        self._publish_s = spec.scheduling.publish_seconds
+        self._started_s = self._last_publish_s = self._last_checkpoint_s = time.monotonic()
+        with self._changed:
+            self._info = ActorInfo(
+                index=self._index,
+                pid=os.getpid(),
+                device=str(device),
+                max_sequences=self._max_sequences,
+                drafter=loaded.drafter,
+                load_s=self._started_s - began_s,
+            )
+            self._changed.notify_all()
+
+    def _note(self, progress: LoadProgress) -> None:
+        self._load_progress = progress
 
     def _admit(self) -> None:
         """Prepare queued samples until the engine has a few to spare."""

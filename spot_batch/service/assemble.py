@@ -70,7 +70,7 @@ class Loaded:
     too_large: Callable[[Request], str | None] = lambda request: None
 
 
-Load = Callable[[JobDirectory, torch.device], Loaded]
+EngineLoader = Callable[[JobDirectory, torch.device, LoadReport], Loaded]
 
 
 def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = unreported) -> Loaded:

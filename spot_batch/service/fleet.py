@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.records.lending import Lease, News
-from spot_batch.records.progress import ActorLoading, LoadProgress, LoadReport
+from spot_batch.records.progress import ActorLoading, LoadProgress
 from spot_batch.service.actor import Actor, ActorInfo
+from spot_batch.service.deaths import Failure
 from spot_batch.service.embedded import Machine
 from spot_batch.service.progress import no_space
 
 EXCHANGE_S = 0.5
 LOAD_REPORT_S = 1.0
 ROWS_TO_AN_ACTOR = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """How an actor was lost. An exception of its own, or else its process died."""
-
-    message: str
-    detail: str = ""
-    is_exception: bool = False
-    is_refusal: bool = False
-    is_full_disk: bool = False
 
 
 Answer = ActorInfo | LoadProgress | News | Failure
@@ -47,52 +34,13 @@ class Member:
     pending: Any
     info: ActorInfo | None = None
     loading: LoadProgress | None = None
-    progress: News = field(default_factory=News)
+    news: News = field(default_factory=News)
     num_published: int = 0
 
     @property
     def rows_per_s(self) -> float:
         """Its speed so far; 0 where it has published nothing."""
-        return self.num_published / max(1e-3, self.progress.elapsed_s)
-
-
-class RemoteActor:
-    """What runs in the actor's process: an Actor behind calls that ray can carry."""
-
-    def __init__(self, out: str, index: int) -> None:
-        self._out = out
-        self._index = index
-        self._actor: Actor | None = None
-        self._making: Future[Actor] | None = None
-        self._load_progress = LoadProgress("checking")
-
-    def load(self, timeout_s: float) -> ActorInfo | LoadProgress:
-        """Begin to load, or go on: what the actor is, or how far it is when the time is up.
-
-        Raises what loading raised.
-        """
-        if self._making is None:
-            self._making = ThreadPoolExecutor(1).submit(self.make, self._note)
-        if not wait_for([self._making], timeout=timeout_s).done:
-            return self._load_progress
-        self._actor = self._making.result()
-        return self._actor.info
-
-    def make(self, report: LoadReport) -> Actor:
-        return Actor(Path(self._out), self._index, report=report)
-
-    def _note(self, progress: LoadProgress) -> None:
-        self._load_progress = progress
-
-    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> News:
-        """New leases in, news out: one call, so that a report always counts what was lent."""
-        assert self._actor is not None, "load comes first"
-        for lease in leases:
-            self._actor.offer(lease)
-        return self._actor.collect(timeout_s)
-
-    def stop(self) -> News:
-        return self._actor.stop() if self._actor is not None else News()
+        return self.num_published / max(1e-3, self.news.elapsed_s)
 
 
 class Fleet:
@@ -120,7 +68,7 @@ class Fleet:
 
     @property
     def num_in_flight(self) -> int:
-        return sum(member.progress.num_in_flight for member in self._members)
+        return sum(member.news.num_in_flight for member in self._members)
 
     def start_missing(self) -> None:
         """Start actors up to the number wanted; nobody waits for them."""
@@ -207,18 +155,21 @@ def _failure(cause: BaseException, trace: str) -> Failure:
 
 
 def start_actor(out: str, index: int, *, num_gpus: float) -> Any:
-    """A ray actor that restarts nothing by itself: the driver owns restarts."""
+    """An Actor in a process of its own. Ray restarts nothing: restarts are the driver's."""
     import ray
 
-    remote = ray.remote(RemoteActor)
-    return remote.options(
-        num_cpus=0,
-        num_gpus=num_gpus,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=2,  # `stop` may be called while an exchange waits
-        name=None,
-    ).remote(out, index)
+    return (
+        ray.remote(Actor)
+        .options(
+            num_cpus=0,
+            num_gpus=num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=2,  # `stop` may be called while an exchange waits
+            name=None,
+        )
+        .remote(out, index)
+    )
 
 
 def num_actors(spec: JobSpec, machine: Machine, num_pending: int) -> int:

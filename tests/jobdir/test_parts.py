@@ -30,7 +30,7 @@ from spot_batch.jobdir.summary import Summary
 from spot_batch.records.progress import RunFacts
 from spot_batch.records.results import CheckResult
 from spot_batch.service.progress import Silent
-from spot_batch.service.run import JobResult, _result_of_complete, run_job
+from spot_batch.service.run import JobResult, result_of_complete, run_job
 from tests.jobdir.jobs import changed, make_job, make_outcomes, prompts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -357,8 +357,8 @@ def finished(tmp_path: Path) -> JobDirectory:
 
 
 def run_again(job: JobDirectory) -> JobResult:
-    with acquire_driver_lease(job) as lease:
-        return run_job(job, FACTS, Silent(), lease=lease)
+    with acquire_driver_lease(job) as lock:
+        return run_job(job, FACTS, Silent(), lock=lock)
 
 
 def test_a_complete_job_whose_parts_are_whole_stays_as_it_is(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_complete_job_that_was_damaged_is_complete_no_more_until_made_again(
 ) -> None:
     job = finished(tmp_path)
     (job.data / job.part_name(1)).unlink()
-    assert _result_of_complete(job) is None
+    assert result_of_complete(job) is None
     assert not job.is_complete
     assert str(scan(job).data) == "0-4"
 

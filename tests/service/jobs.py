@@ -72,18 +72,19 @@ def begin(out: Path, spec: JobSpec) -> tuple[JobDirectory, JobPlan]:
 def run(out: Path, spec: JobSpec) -> JobResult:
     """Submit a job in this process, to its end."""
     job, plan = begin(out, spec)
-    with acquire_driver_lease(job) as lease:
-        return run_job(job, plan.facts, Silent(), lease=lease)
+    with acquire_driver_lease(job) as lock:
+        return run_job(job, plan.facts, Silent(), lock=lock)
 
 
 def run_here(out: Path, spec: JobSpec) -> JobDirectory:
     """A whole job by one actor in this process, without ray."""
     job, plan = begin(out, spec)
     actor = Actor(job.root, 0)
-    actor.offer(Lease(sample_ids=tuple(range(job.num_samples))))
+    leases = [Lease(sample_ids=tuple(range(job.num_samples)))]
     done = 0
     while done < job.num_samples:
-        done += sum(receipt.num_rows for receipt in actor.collect(60.0).receipts)
+        done += sum(receipt.num_rows for receipt in actor.exchange(leases, 60.0).receipts)
+        leases = []
     actor.stop()
     for part in range(job.num_parts):
         compact(job, part)

@@ -27,12 +27,13 @@ from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
 from spot_batch.jobdir.retry import begin_retry
 from spot_batch.records.lending import Lease, News
-from spot_batch.records.progress import ActorLoading, RunFacts
+from spot_batch.records.progress import ActorLoading, LoadReport, RunFacts
 from spot_batch.records.results import Begun, Completion, Rounds, SampleStats
 from spot_batch.records.sampling import Request
 from spot_batch.service.actor import Actor
 from spot_batch.service.assemble import Loaded, model_info, sample_preparer
-from spot_batch.service.fleet import Answer, Failure, Member
+from spot_batch.service.deaths import Failure
+from spot_batch.service.fleet import Answer, Member
 from spot_batch.service.progress import Silent
 from spot_batch.service.run import run_job
 
@@ -144,8 +145,8 @@ def answer(request: Request) -> Completion:
     )
 
 
-def load_stand_in(job: JobDirectory, device: torch.device) -> Loaded:
-    del device
+def load_stand_in(job: JobDirectory, device: torch.device, report: LoadReport) -> Loaded:
+    del device, report
     info, tokenizer = _models(job.spec.model.target.path)
     return Loaded(
         engine=StandIn(at_once=3),
@@ -198,7 +199,7 @@ class PoolCrew:
 
     @property
     def num_in_flight(self) -> int:
-        return sum(member.progress.num_in_flight for member in self._members)
+        return sum(member.news.num_in_flight for member in self._members)
 
     @property
     def loading(self) -> tuple[ActorLoading, ...]:
@@ -255,12 +256,10 @@ def _act(root: str, index: int, pipe: Connection, reach: Callable[[str], None]) 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        actor = Actor(Path(root), index, load=load_stand_in, reach=reach)
-        pipe.send(actor.info)
+        actor = Actor(Path(root), index, load_engine=load_stand_in, reach=reach)
+        pipe.send(actor.load(60.0))
         while True:
-            for lease in pipe.recv():
-                actor.offer(lease)
-            pipe.send(actor.collect(0.02))
+            pipe.send(actor.exchange(pipe.recv(), 0.02))
     except StorageFull as error:
         pipe.send(Failure(message=str(error), is_exception=True, is_full_disk=True))
     except EOFError:
@@ -311,10 +310,10 @@ def _drive(
     def workplace(_: JobDirectory) -> Iterator[Pool]:
         yield Pool(num_actors, actor)
 
-    with acquire_driver_lease(job) as lease:
+    with acquire_driver_lease(job) as lock:
         if retry:
             begin_retry(job)
-        result = run_job(job, FACTS, Silent(), lease=lease, workplace=workplace)
+        result = run_job(job, FACTS, Silent(), lock=lock, workplace=workplace)
     os._exit(int(result.exit_code))
 
 

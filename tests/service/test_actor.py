@@ -20,7 +20,7 @@ from spot_batch.jobdir.scan import scan
 from spot_batch.models.numerics import NumericsMismatch
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.results import Begun, SampleStats
-from spot_batch.service.actor import Actor
+from spot_batch.service.actor import Actor, ActorInfo
 from tests.service.jobs import begin, prompts, small_spec, write_rows
 
 SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
@@ -37,6 +37,7 @@ def make_job(
 @contextmanager
 def acting(job: JobDirectory, index: int = 0) -> Iterator[Actor]:
     actor = Actor(job.root, index)
+    assert isinstance(actor.load(60.0), ActorInfo)
     try:
         yield actor
     finally:
@@ -47,13 +48,13 @@ def lease(ids: Sequence[int], purpose: Purpose = "data") -> Lease:
     return Lease(sample_ids=tuple(ids), purpose=purpose)
 
 
-def collect(actor: Actor, count: int, *, timeout_s: float = 60.0) -> list[Receipt]:
-    """Receipts until they cover `count` samples."""
-    receipts: list[Receipt] = []
+def collect(actor: Actor, count: int, *leases: Lease, timeout_s: float = 60.0) -> list[Receipt]:
+    """Receipts from the moment that these leases are lent until they cover `count` samples."""
+    receipts = list(actor.exchange(leases, 0.0).receipts)
     end = time.monotonic() + timeout_s
     while sum(receipt.num_rows for receipt in receipts) < count:
         assert time.monotonic() < end, "waited in vain"
-        receipts += actor.collect(0.5).receipts
+        receipts += actor.exchange((), 0.5).receipts
     return receipts
 
 
@@ -67,13 +68,10 @@ def rows_of(job: JobDirectory) -> list[dict[str, object]]:
 def test_leases_of_any_order_and_size_publish_the_same_rows(tmp_path: Path) -> None:
     forward = make_job(tmp_path / "a", prompts(6))
     with acting(forward) as actor:
-        actor.offer(lease(range(6)))
-        collect(actor, 6)
+        collect(actor, 6, lease(range(6)))
     backward = make_job(tmp_path / "b", prompts(6), {"engine.max_sequences": 2})
     with acting(backward) as actor:
-        for sample_id in reversed(range(6)):
-            actor.offer(lease([sample_id]))
-        collect(actor, 6)
+        collect(actor, 6, *(lease([sample_id]) for sample_id in reversed(range(6))))
     assert rows_of(forward) == rows_of(backward)
     name = forward.part_name(0)
     assert (forward.data / name).read_bytes() == (backward.data / name).read_bytes()
@@ -83,8 +81,7 @@ def test_a_faulty_row_is_an_error_and_its_neighbours_are_rows(tmp_path: Path) ->
     rows = [*prompts(2), {"id": "empty", "question": ""}, {"id": "long", "question": "fig " * 5000}]
     job = make_job(tmp_path, rows)
     with acting(job) as actor:
-        actor.offer(lease(range(4)))
-        receipts = collect(actor, 4)
+        receipts = collect(actor, 4, lease(range(4)))
     assert sum(receipt.num_errors for receipt in receipts) == 2
     codes = sorted(code for receipt in receipts for code in receipt.errors.values())
     assert codes == ["empty_prompt", "too_long"]
@@ -97,8 +94,7 @@ def test_a_row_that_fits_no_memory_is_an_error_with_its_bytes(tmp_path: Path) ->
     few = {"resources.prefix_gib": 150 * 5_120 / 2**30, "generation.per_row": ["max_new_tokens"]}
     job = make_job(tmp_path, rows, few)
     with acting(job) as actor:
-        actor.offer(lease(range(3)))
-        receipts = collect(actor, 3)
+        receipts = collect(actor, 3, lease(range(3)))
     assert [code for receipt in receipts for code in receipt.errors.values()] == ["oom"]
     assert [row["row_index"] for row in rows_of(job)] == [0, 2]
     compact(job, 0)
@@ -112,10 +108,9 @@ def test_an_actor_asks_for_more_before_it_starves_and_only_once(tmp_path: Path) 
     slow = {"scheduling.publish_seconds": 3600, "generation.max_new_tokens": 40}
     job = make_job(tmp_path, prompts(12), {**slow, "engine.max_sequences": 2})
     with acting(job) as actor:
-        actor.offer(lease(range(12)))
-        news = [actor.collect(60.0)]
+        news = [actor.exchange([lease(range(12))], 60.0)]
         while sum(each.num_rows for one in news for each in one.receipts) < 12:
-            news.append(actor.collect(60.0))
+            news.append(actor.exchange((), 60.0))
     owed = [one.num_in_flight + one.num_waiting for one in news]
     assert any(0 < each <= 3 for each in owed), owed
     assert len(news) <= 4, "the first rows, a call for more, the rest"
@@ -124,9 +119,7 @@ def test_an_actor_asks_for_more_before_it_starves_and_only_once(tmp_path: Path) 
 def test_an_audit_beside_its_own_sample_gives_the_same_tokens(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(4))
     with acting(job) as actor:
-        actor.offer(lease([0, 1, 2, 3]))
-        actor.offer(lease([1, 2], "audit"))
-        receipts = collect(actor, 6)
+        receipts = collect(actor, 6, lease([0, 1, 2, 3]), lease([1, 2], "audit"))
     assert {receipt.purpose for receipt in receipts} == {"data", "audit"}
     published = scan(job)
     assert list(published.audits) == [1, 2]
@@ -139,8 +132,7 @@ def test_temperature_and_seed_may_come_from_the_row(tmp_path: Path) -> None:
     rows = [{"question": "1 + 1?", "temperature": 0.0, "seed": 7} for _ in range(2)]
     job = make_job(tmp_path, rows, {"generation.per_row": ["temperature", "seed"]})
     with acting(job) as actor:
-        actor.offer(lease([0, 1]))
-        collect(actor, 2)
+        collect(actor, 2, lease([0, 1]))
     first, second = rows_of(job)
     assert first["token_ids"] == second["token_ids"]
     assert first["seed"] == 7
@@ -149,15 +141,14 @@ def test_temperature_and_seed_may_come_from_the_row(tmp_path: Path) -> None:
 def test_stopping_publishes_what_is_finished_and_gives_up_the_rest(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(8), {"engine.max_sequences": 1})
     actor = Actor(job.root, 0)
-    actor.offer(lease(range(8)))
-    first = collect(actor, 1)
+    first = collect(actor, 1, lease(range(8)))
     last = actor.stop()
     done = sum(receipt.num_rows for receipt in (*first, *last.receipts))
     assert 1 <= done < 8
     assert len(scan(job).data) == done
 
 
-def test_what_ends_the_engine_is_raised_to_whoever_collects(
+def test_what_ends_the_engine_is_raised_to_whoever_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(tmp_path, prompts(1))
@@ -167,18 +158,17 @@ def test_what_ends_the_engine_is_raised_to_whoever_collects(
 
     monkeypatch.setattr("spot_batch.service.actor.publish_segment", full)
     actor = Actor(job.root, 0)
-    actor.offer(lease([0]))
     with pytest.raises(StorageFull, match="no space left"):
-        collect(actor, 1)
+        collect(actor, 1, lease([0]))
 
 
 def test_an_idle_actor_reports_nothing_and_waits(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(1))
     with acting(job) as actor:
         began = time.monotonic()
-        progress = actor.collect(0.3)
+        news = actor.exchange((), 0.3)
         assert time.monotonic() - began >= 0.3
-    assert progress == News(elapsed_s=progress.elapsed_s)
+    assert news == News(elapsed_s=news.elapsed_s)
 
 
 def test_the_first_actor_writes_down_its_arithmetic_and_another_is_refused(tmp_path: Path) -> None:
@@ -191,7 +181,7 @@ def test_the_first_actor_writes_down_its_arithmetic_and_another_is_refused(tmp_p
         pass
     job.numerics_path.write_text(json.dumps({**written, "probe": "other", "threads": 7}))
     with pytest.raises(NumericsMismatch, match=r"hardware differs.*threads 7 then, 1 here"):
-        Actor(job.root, 2)
+        Actor(job.root, 2).load(60.0)
 
 
 def test_fast_numerics_are_not_written_down(tmp_path: Path) -> None:
@@ -204,14 +194,12 @@ def test_fast_numerics_are_not_written_down(tmp_path: Path) -> None:
 def test_a_stop_text_cuts_the_generation(tmp_path: Path) -> None:
     whole = make_job(tmp_path / "whole", prompts(3))
     with acting(whole) as actor:
-        actor.offer(lease(range(3)))
-        collect(actor, 3)
+        collect(actor, 3, lease(range(3)))
     texts = [str(row["generation"]) for row in rows_of(whole)]
     stop = texts[0][3:5]
     cut = make_job(tmp_path / "cut", prompts(3), {"generation.stop": [stop]})
     with acting(cut) as actor:
-        actor.offer(lease(range(3)))
-        collect(actor, 3)
+        collect(actor, 3, lease(range(3)))
     rows = rows_of(cut)
     assert rows[0]["finish_reason"] == "stop"
     for row, text in zip(rows, texts, strict=True):
@@ -240,7 +228,7 @@ def test_a_broken_latency_table_is_named(tmp_path: Path) -> None:
     (table,) = job.spot.glob("latency-*.json")
     table.write_text("{")
     with pytest.raises(ValueError, match=f"{table.name}: not a latency table"):
-        Actor(job.root, 1)
+        Actor(job.root, 1).load(60.0)
 
 
 def test_an_actor_goes_on_from_the_blocks_that_another_had_finished(tmp_path: Path) -> None:
@@ -253,11 +241,10 @@ def test_an_actor_goes_on_from_the_blocks_that_another_had_finished(tmp_path: Pa
     }
     whole = make_job(tmp_path / "whole", prompts(2), long)
     with acting(whole) as actor:
-        actor.offer(lease(range(2)))
-        collect(actor, 2)
+        collect(actor, 2, lease(range(2)))
     job = make_job(tmp_path / "cut", prompts(2), long)
     with acting(job) as actor:
-        actor.offer(lease(range(2)))
+        actor.exchange([lease(range(2))], 0.0)
         while not list(job.checkpoints.glob("*.arrow")):
             time.sleep(0.01)
     assert not list(job.segments.iterdir())
@@ -265,8 +252,7 @@ def test_an_actor_goes_on_from_the_blocks_that_another_had_finished(tmp_path: Pa
     begun = Checkpoints(job).find(range(2))
     assert begun
     with acting(job, 1) as actor:
-        actor.offer(lease(range(2)))
-        collect(actor, 2)
+        collect(actor, 2, lease(range(2)))
     assert rows_of(job) == rows_of(whole)
     assert list(job.checkpoints.iterdir()) == left  # its own is gone; the job's end clears all
 

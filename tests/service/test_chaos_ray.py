@@ -13,10 +13,8 @@ import pytest
 
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import acquire_driver_lease
-from spot_batch.records.progress import LoadReport
 from spot_batch.service import fleet
 from spot_batch.service.actor import Actor
-from spot_batch.service.fleet import RemoteActor
 from spot_batch.service.progress import Exit, Silent
 from spot_batch.service.run import run_job
 from tests.service.jobs import group_of
@@ -33,16 +31,16 @@ SPAWN = multiprocessing.get_context("spawn")
 STEP_FILE = "kill-step"  # beside the job: what an actor on Ray is told of it
 
 
-class KilledRemote(RemoteActor):
+class KilledActor(Actor):
     """An actor with the stand-in engine, killed where the file beside the job says so."""
 
-    def make(self, report: LoadReport) -> Actor:
-        folder = Path(self._out).parent
+    def __init__(self, out: str, index: int) -> None:
+        folder = Path(out).parent
         reach: Callable[[str], None] = nothing
         if (folder / STEP_FILE).exists():
             step, nth = (folder / STEP_FILE).read_text().split()
             reach = KillAt(step, int(nth), folder / "spent")
-        return Actor(Path(self._out), self._index, load=load_stand_in, reach=reach, report=report)
+        super().__init__(out, index, load_engine=load_stand_in, reach=reach)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +50,10 @@ def tally() -> Tally:
 
 def _drive_on_ray(root: Path, reach: Callable[[str], None]) -> None:
     os.setsid()
-    fleet.RemoteActor = KilledRemote  # type: ignore[misc]
+    fleet.Actor = KilledActor  # type: ignore[misc]
     job = JobDirectory.open(root, reach=reach)
-    with acquire_driver_lease(job) as lease:
-        result = run_job(job, FACTS, Silent(), lease=lease)
+    with acquire_driver_lease(job) as lock:
+        result = run_job(job, FACTS, Silent(), lock=lock)
     os._exit(int(result.exit_code))
 
 

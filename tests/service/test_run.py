@@ -36,8 +36,8 @@ from tests.service.jobs import (
     wait_until,
     write_rows,
 )
-from tests.service.poisoned import POISON, PoisonedRemote
-from tests.service.watched import WatchedRemote
+from tests.service.poisoned import POISON, PoisonedActor
+from tests.service.watched import WatchedActor
 from tests.tiny_models import write_target
 
 pytestmark = pytest.mark.ray
@@ -163,14 +163,14 @@ def test_a_target_that_loads_says_how_far_it_is_actor_by_actor(
 ) -> None:
     model = write_checkpoint(tmp_path / "model", "sdar", num_shards=2)
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    monkeypatch.setattr("spot_batch.service.fleet.RemoteActor", WatchedRemote)
+    monkeypatch.setattr("spot_batch.service.fleet.Actor", WatchedActor)
     monkeypatch.setattr("spot_batch.service.fleet.LOAD_REPORT_S", 0.0)
-    monkeypatch.setattr("spot_batch.service.run.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("spot_batch.service.chronicle.HEARTBEAT_S", 0.0)
     overrides = {"model.target": str(model), "generation.max_new_tokens": 8}
     job, plan = begin(tmp_path / "out", small_spec(rows, overrides))
     ui = Watching()
-    with acquire_driver_lease(job) as lease:
-        result = run_job(job, plan.facts, ui, lease=lease)
+    with acquire_driver_lease(job) as lock:
+        result = run_job(job, plan.facts, ui, lock=lock)
     assert result.exit_code == Exit.COMPLETE, result.message
     for actor in range(2):
         told = [
@@ -194,7 +194,7 @@ def test_a_row_that_kills_its_actor_ends_as_an_error_row(
 ) -> None:
     rows = prompts(12)
     rows[5]["question"] = f"How much {POISON} is too much?"
-    monkeypatch.setattr("spot_batch.service.fleet.RemoteActor", PoisonedRemote)
+    monkeypatch.setattr("spot_batch.service.fleet.Actor", PoisonedActor)
     overrides = {
         "resources.actors": 1,
         "generation.max_new_tokens": 8,
@@ -240,8 +240,8 @@ def test_a_target_that_is_gone_is_said_once(rows: Path, tmp_path: Path) -> None:
     spec = small_spec(rows, {"model.target": str(target), "resources.actors": 1})
     job, plan = begin(tmp_path / "out", spec)
     (target / "model.safetensors").unlink()
-    with acquire_driver_lease(job) as lease:
-        result = run_job(job, plan.facts, Silent(), lease=lease)
+    with acquire_driver_lease(job) as lock:
+        result = run_job(job, plan.facts, Silent(), lock=lock)
     assert result.exit_code == Exit.BAD_INPUT
     assert "no .safetensors file" in result.message
 

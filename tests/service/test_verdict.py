@@ -32,21 +32,22 @@ def published(
     spec = small_spec(write_rows(folder, rows), {**SHORT, **(overrides or {})})
     job, plan = begin(folder / "out", spec)
     actor = Actor(job.root, 0)
-    actor.offer(Lease(sample_ids=tuple(range(job.num_samples))))
+    every = tuple(range(job.num_samples))
+    leases = [Lease(sample_ids=every)]
     if spec.equivalence.audit_fraction:
-        every = tuple(range(job.num_samples))
-        actor.offer(Lease(sample_ids=every, purpose="audit"))
+        leases.append(Lease(sample_ids=every, purpose="audit"))
     count = 0
     wanted = job.num_samples * (2 if spec.equivalence.audit_fraction else 1)
     while count < wanted:
-        count += sum(receipt.num_rows for receipt in actor.collect(60).receipts)
+        count += sum(receipt.num_rows for receipt in actor.exchange(leases, 60).receipts)
+        leases = []
     actor.stop()
     return job, plan
 
 
 def finish(job: JobDirectory, plan: JobPlan) -> JobResult:
-    with acquire_driver_lease(job) as lease:
-        return run_job(job, plan.facts, Silent(), lease=lease)
+    with acquire_driver_lease(job) as lock:
+        return run_job(job, plan.facts, Silent(), lock=lock)
 
 
 def publish_wrong_audit(job: JobDirectory, plan: JobPlan) -> None:
@@ -112,9 +113,9 @@ def test_error_rows_among_the_audited_are_made_up_for_by_others(tmp_path: Path) 
     job, plan = begin(tmp_path / "out", small_spec(write_rows(tmp_path, rows), given))
     first = audit_sample_ids(24, fraction=0.01, min_rows=5, fingerprint=job.fingerprint)
     assert max(first) >= 6, "want one of the audited to fail"
-    with acquire_driver_lease(job) as lease:
+    with acquire_driver_lease(job) as lock:
         result = run_job(
-            job, plan.facts, Silent(), lease=lease, workplace=lambda job: nullcontext(Pool(2))
+            job, plan.facts, Silent(), lock=lock, workplace=lambda job: nullcontext(Pool(2))
         )
     assert result.exit_code == Exit.COMPLETE
     assert result.summary is not None

@@ -55,13 +55,13 @@ def bench_store(folder: Path, *, num_samples: int, lease_rows: int) -> StoreFigu
     """Runs a job to its half, stops it as a Ctrl-C would, and resumes it to its end."""
     job = _begun(folder, num_samples)
     half = _Bench(lease_rows, stop_after=num_samples // 2)
-    with acquire_driver_lease(job) as lease:
-        first = run_job(job, _FACTS, Silent(), lease=lease, workplace=half.workplace)
+    with acquire_driver_lease(job) as lock:
+        first = run_job(job, _FACTS, Silent(), lock=lock, workplace=half.workplace)
     assert first.exit_code == Exit.RESUMABLE, first.message
     rest = _Bench(lease_rows, stop_after=None)
     began_s = time.monotonic()
-    with acquire_driver_lease(job) as lease:
-        result = run_job(job, _FACTS, Silent(), lease=lease, workplace=rest.workplace)
+    with acquire_driver_lease(job) as lock:
+        result = run_job(job, _FACTS, Silent(), lock=lock, workplace=rest.workplace)
     elapsed_s = time.monotonic() - began_s
     assert result.exit_code == Exit.COMPLETE, result.message
     recovery_s = rest.began_s - began_s

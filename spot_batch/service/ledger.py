@@ -1,0 +1,106 @@
+"""The books of a run: which samples are durable, which are lent, and which are left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spot_batch.inputs.ids import audit_sample_ids
+from spot_batch.jobdir.check import incomparable_ids
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.scan import scan
+from spot_batch.records.lending import Lease, Receipt
+from spot_batch.service.leases import LeasePool
+
+
+class Ledger:
+    """What a job directory holds when a run begins, kept up to date with what actors publish."""
+
+    def __init__(self, job: JobDirectory) -> None:
+        self._job = job
+        published = scan(job, verify=True)
+        self.durable = published.data
+        self.audited = published.audits
+        self.before = published.totals
+        self.num_before = len(published.data)
+        self.done_parts = {part.index for part in published.parts}
+        self._incomparable = incomparable_ids(job)
+        self.audits = self._choose_audits()
+        self._pool = LeasePool(
+            pending=published.data.gaps(job.num_samples),
+            audits=sorted(each for each in self.audits if each not in published.audits),
+            deaths_alone=max(1, job.spec.failure.row_attempts - 1),
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to lend and nothing is owed."""
+        return self._pool.done
+
+    @property
+    def num_unlent(self) -> int:
+        return self._pool.num_unlent
+
+    @property
+    def num_left(self) -> int:
+        return self._job.num_samples - len(self.durable)
+
+    @property
+    def num_here(self) -> int:
+        """How many samples of data have become durable since the run began."""
+        return len(self.durable) - self.num_before
+
+    def has_work(self) -> bool:
+        """Whether work is left, audits included that only now turn out to be needed."""
+        if self.is_done:
+            self._audit_others()
+        return not self.is_done
+
+    def lend(self, actor: int, *, room: int, num_actors: int) -> list[Lease]:
+        """Leases for an actor until it has no more room or there is nothing for it."""
+        return self._pool.fill(actor, room=room, num_actors=num_actors)
+
+    def settle(self, receipts: Iterable[Receipt]) -> None:
+        """What is published is done, whoever did it."""
+        for receipt in receipts:
+            done = self.durable if receipt.purpose == "data" else self.audited
+            done.add_many(receipt.sample_ids)
+            self._pool.published(receipt.purpose, frozenset(receipt.sample_ids))
+
+    def runs_alone(self, actor: int) -> bool:
+        """Whether the actor holds nothing but suspects."""
+        return self._pool.runs_alone(actor)
+
+    def take_back(self, actor: int) -> None:
+        """An actor is dead: what it had published and could not tell is durable, the rest of what
+        it held is lent again."""
+        published = scan(self._job)
+        self.durable.update(published.data)
+        self.audited.update(published.audits)
+        self._pool.published("data", published.data)
+        self._pool.published("audit", published.audits)
+        self._pool.died(actor)
+
+    def take_given_up(self) -> Sequence[int]:
+        """Samples that killed their actor each time they ran alone, for the caller to record."""
+        return [each for purpose, each in self._pool.take_given_up() if purpose == "data"]
+
+    def _choose_audits(self) -> frozenset[int]:
+        spec = self._job.spec.equivalence
+        return frozenset(
+            audit_sample_ids(
+                self._job.num_samples,
+                fraction=spec.audit_fraction,
+                min_rows=spec.min_rows,
+                fingerprint=self._job.fingerprint,
+                passed_over=self._incomparable,
+            )
+        )
+
+    def _audit_others(self) -> None:
+        """In place of audited samples that turned out to be error rows come the next by hash."""
+        before, self._incomparable = self._incomparable, incomparable_ids(self._job)
+        if len(self._incomparable) == len(before):
+            return
+        further = self._choose_audits() - self.audits
+        self.audits |= further
+        self._pool.add_audits([each for each in sorted(further) if each not in self.audited])
