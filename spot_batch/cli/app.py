@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import functools
-import logging
-import math
-import os
-import re
-import sys
-import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spot_batch.cli import specs
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json, Seed
 
 if TYPE_CHECKING:
     from spot_batch.job.spec import JobSpec
@@ -31,12 +24,6 @@ app = typer.Typer(
 )
 
 DEMO_OUT = "spot-batch-demo"
-
-# One slash is what a pathlib path leaves of a URL's two.
-_WAS_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-Number = TypeVar("Number", int, float)
 
 Input = Annotated[
     list[str] | None,
@@ -62,96 +49,16 @@ System = Annotated[str | None, typer.Option(help="System message of every prompt
 N = Annotated[int | None, typer.Option("-n", help="Samples a row.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="The longest answer.")]
-Seed = Annotated[int | None, typer.Option(help="Decides the noise, together with the row's id.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the spec, as in generation.top_p=0.9.")
 ]
 Limit = Annotated[int | None, typer.Option(help="Only the first rows.")]
 Actors = Annotated[str | None, typer.Option(help="auto, or how many.")]
 Name = Annotated[str | None, typer.Option(help="The job's name.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout at the end.")]
-
-
-def speaking_plainly(command: Command) -> Command:
-    """One clear message and the right exit code, where a person can do something about it."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        # Libraries keep quiet; the environment of ray and its workers is set in the driver.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        warnings.filterwarnings("ignore", module=r"transformers\.")
-        logger, handler = logging.getLogger("spot_batch"), _Warnings(logging.WARNING)
-        logger.addHandler(handler)
-        try:
-            _check_local(kwargs)
-            code = command(*args, **kwargs)
-        except ValueError as error:
-            if os.environ.get("SPOT_BATCH_TRACEBACK"):  # for those who work on spot-batch
-                raise
-            _fail(str(error), 2)
-        except OSError as error:
-            from spot_batch.jobdir.files import StorageFull
-            from spot_batch.service.progress import no_space
-
-            if isinstance(error, StorageFull):
-                _fail(no_space(error), 75)
-            said = _said_of(error)
-            if said is None or os.environ.get("SPOT_BATCH_TRACEBACK"):
-                raise
-            _fail(said, 2)
-        except KeyboardInterrupt:
-            _fail("interrupted", 75)
-        finally:
-            logger.removeHandler(handler)
-        raise typer.Exit(int(code or 0))
-
-    return wrapped  # type: ignore[return-value]
-
-
-def _check_local(values: Mapping[str, object]) -> None:
-    """ValueError for a URL given as a file of this machine: it would be a folder named `s3:`."""
-    for name, value in values.items():
-        for each in value if isinstance(value, list) else (value,):
-            if isinstance(each, Path) and _WAS_URL.match(str(each)):
-                option = name.replace("_", "-")
-                raise ValueError(f"{option} wants a path on this machine, got the URL {each}")
-
-
-class _Warnings(logging.Handler):
-    """The package's warnings on stderr, one line each, unless a command logs everything."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from spot_batch.cli.screen import Screen
-
-        if not logging.getLogger("spot_batch").isEnabledFor(logging.INFO):
-            Screen(to_stderr=True).line(f"warning: {record.getMessage()}", style="yellow")
-
-
-def _said_of(error: OSError) -> str | None:
-    """One line about a path that cannot be used; None where the error names none."""
-    if error.errno == errno.ENOENT:
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            return "the working directory is not there any more: go to another and try again"
-    if not isinstance(error.filename, str | bytes):
-        return None
-    path = os.fsdecode(error.filename).replace("\n", "\\n")
-    return f"{path}: {error.strerror}"
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    from spot_batch.cli.screen import printable
-    from spot_batch.job.secrets import redacted
-
-    sys.stderr.write(f"spot-batch: {printable(redacted(message))}\n")
-    raise typer.Exit(code)
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def submit(
     spec: Annotated[
         str | None, typer.Argument(help="A YAML file or a packaged spec's name; none is needed.")
@@ -206,7 +113,7 @@ def submit(
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def demo(
     output: Annotated[
         str, typer.Option("-o", "--output", help="The job directory or its URL.")
@@ -224,7 +131,7 @@ def demo(
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def resume(out: Out, as_json: Json = False) -> int:
     """Go on with the job in a directory, or follow it while it runs."""
     from spot_batch.cli import running
@@ -234,7 +141,7 @@ def resume(out: Out, as_json: Json = False) -> int:
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def retry(
     out: Out,
     code: Annotated[str, typer.Option(help="Only these error codes, by comma.")] = "",
@@ -249,7 +156,7 @@ def retry(
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def status(out: Out, as_json: Json = False) -> int:
     """How far a job is, from its directory alone."""
     from spot_batch.cli.status import show_status
@@ -259,7 +166,7 @@ def status(out: Out, as_json: Json = False) -> int:
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def validate(
     spec: Annotated[
         str | None, typer.Argument(help="A YAML file or a packaged spec's name.")
@@ -291,7 +198,7 @@ def validate(
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("job.yaml"),
 ) -> None:
@@ -306,7 +213,7 @@ def init(
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def jobs(
     name: Annotated[str | None, typer.Argument(help="Print this spec.")] = None,
     path: Annotated[bool, typer.Option("--path", help="Print its path instead.")] = False,
@@ -350,32 +257,6 @@ def compose(
         _overrides(inputs=inputs, sets=sets, values=values),
     )
     return loaded, loaded.directory
-
-
-def numbers(
-    text: str,
-    kind: type[Number],
-    name: str,
-    *,
-    least: Number | None = None,
-    most: Number | None = None,
-    may_be_empty: bool = False,
-) -> list[Number]:
-    """A comma-separated option, each number once. Raises ValueError naming it."""
-    try:
-        found = list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        raise ValueError(f"--{name} wants {kind.__name__}s by comma, got {text!r}") from None
-    if not found and not may_be_empty:
-        raise ValueError(f"--{name} wants at least one number, got {text!r}")
-    for each in found:
-        low, high = least is not None and each < least, most is not None and each > most
-        if low or high or not math.isfinite(each):
-            what = "whole numbers" if kind is int else "numbers"
-            reach = "" if least is None else f" from {least}"
-            reach += "" if most is None else f" to {most}"
-            raise ValueError(f"--{name} wants {what}{reach}, got {each}")
-    return found
 
 
 def _overrides(

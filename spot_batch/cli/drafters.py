@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spot_batch.cli.app import Json, Seed, app, speaking_plainly
-from spot_batch.cli.measuring import check_writable
+from spot_batch.cli.app import app
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json, Seed, check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from spot_batch.lab.foreign.files import ForeignFile, Looks
-    from spot_batch.learning.trajectories import Trajectories
 
 drafters = typer.Typer(
     help="Drafters: which there are, what a file is, taking one over.", no_args_is_help=True
@@ -25,19 +23,13 @@ calibrate = typer.Typer(help="Calibrate drafters.", no_args_is_help=True)
 app.add_typer(drafters, name="drafters")
 app.add_typer(calibrate, name="calibrate")
 
-_MAX_BYTES = 2_000_000_000
-_NUM_TRIED = 2_048  # states that a drafter to be taken over is calibrated on, and as many to try it
-
-File = Annotated[Path, typer.Argument(help="A .safetensors, .pt, .pth or .bin file.")]
-MaxBytes = Annotated[int, typer.Option(help="Refuse larger files, packed or unpacked.")]
-
 
 @drafters.command("list")
-@speaking_plainly
+@plain_errors
 def list_drafters(as_json: Json = False) -> None:
     """The packaged drafters, and how they do on held-out prompts."""
-    from spot_batch.cli.screen import Screen
     from spot_batch.drafters.registry import packaged_drafters
+    from spot_batch.terminal.screen import Screen
 
     found = packaged_drafters()
     if as_json:
@@ -68,153 +60,8 @@ def _summary(card: Mapping[str, Any]) -> str:
         return "no held-out figures"
 
 
-@drafters.command("inspect")
-@speaking_plainly
-def inspect(
-    path: File,
-    write_map: Annotated[
-        Path | None, typer.Option(help="Write a map to complete by hand, for `drafters import`.")
-    ] = None,
-    max_bytes: MaxBytes = _MAX_BYTES,
-    as_json: Json = False,
-) -> None:
-    """What a file of unknown origin holds and looks like. Nothing in it is run."""
-    from spot_batch.lab.foreign.files import looks_like, open_foreign
-    from spot_batch.lab.foreign.mapping import starter_map
-
-    file = open_foreign(path, max_bytes=max_bytes)
-    looks = looks_like(file)
-    if write_map is not None:
-        with write_map.open("x", encoding="utf-8") as out:
-            out.write(starter_map(file))
-    if as_json:
-        print(
-            json.dumps(
-                {
-                    "path": str(path),
-                    "format": file.format,
-                    **asdict(looks),
-                    "metadata": dict(file.metadata),
-                    "tensors": [
-                        {**asdict(each), "num_parameters": each.num_parameters}
-                        for each in file.tensors
-                    ],
-                }
-            )
-        )
-    else:
-        _show(file, looks)
-        if write_map is not None:
-            typer.echo(f"{write_map} written; complete it, then: spot-batch drafters import")
-
-
-def _show(file: ForeignFile, looks: Looks) -> None:
-    from spot_batch.cli.screen import Screen
-
-    screen = Screen()
-    width = max((len(each.name) for each in file.tensors), default=0)
-    for each in file.tensors:
-        screen.line(
-            f"{_one_line(each.name):<{width}}  {each.dtype:<9} {each.num_parameters:>12,}  "
-            f"{list(each.shape)}"
-        )
-    known = {
-        "layers": looks.num_layers,
-        "width": looks.hidden_size,
-        "feed-forward": looks.feed_forward,
-        "features": looks.num_features,
-        "block length": looks.block_length,
-        "like a vocabulary": ", ".join(looks.vocabulary) or None,
-    }
-    facts = [
-        ("format", file.format),
-        ("tensors", f"{len(file.tensors):,} of {looks.num_parameters:,} parameters"),
-        ("kind", looks.kind),
-        *((name, _one_line(str(value))) for name, value in known.items() if value is not None),
-        ("loads as it is", f"no: {looks.refusal}" if looks.refusal else "yes"),
-    ]
-    if file.metadata:
-        said = (f"{_one_line(name)}: {_one_line(text)}" for name, text in file.metadata.items())
-        facts.append(("metadata", "\n".join(said)))
-    screen.facts(facts)
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\t", "\\t")
-
-
-@drafters.command("import")
-@speaking_plainly
-def import_drafter(
-    path: File,
-    map_file: Annotated[Path, typer.Option("--map", help="Which tensor is which: YAML or JSON.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="PATH.safetensors, PATH.json.")],
-    jobs: Annotated[
-        list[str], typer.Option("--jobs", help="`trajectories` jobs to try it on; repeatable.")
-    ],
-    min_accuracy: Annotated[
-        float | None,
-        typer.Option(help="Least next-commit accuracy; that of stale confidence if not given."),
-    ] = None,
-    max_bytes: MaxBytes = _MAX_BYTES,
-    seed: Seed = 0,
-    as_json: Json = False,
-) -> None:
-    """Take over an order drafter from somebody else's file, if it guesses well enough.
-
-    Half of the prompts of the jobs calibrate it, the other half are what it is tried on.
-    """
-    import torch
-
-    from spot_batch.drafters.order import bare_path, card_file, save_order
-    from spot_batch.lab.foreign.files import open_foreign
-    from spot_batch.lab.foreign.mapping import assemble, read_map
-    from spot_batch.learning.calibration import fit_calibration
-    from spot_batch.learning.drafter import made_from
-    from spot_batch.learning.figures import measure, tables
-    from spot_batch.learning.queries import DepthLaw
-    from spot_batch.learning.trajectories import load_trajectories
-
-    check_writable(card_file(bare_path(output)), "--output", makes_folders=True)
-    plan = read_map(map_file)
-    model = assemble(open_foreign(path, max_bytes=max_bytes), plan)
-    states = load_trajectories(jobs)
-    if states.block_length != plan.config.block_length:
-        raise ValueError(
-            f"the trajectories are of block length {states.block_length}, "
-            f"the map's is {plan.config.block_length}"
-        )
-    number = seed or 0
-    for_fit, for_figures = (half.some(_NUM_TRIED, seed=number) for half in _halves(states))
-    calibration = fit_calibration(model, for_fit)
-    with torch.inference_mode():
-        held_out = measure(model, calibration, for_figures, law=DepthLaw(), seed=number)
-    overall = held_out.overall
-    least = overall.stale_confidence if min_accuracy is None else min_accuracy
-    accepted = overall.next_commit >= least
-    if accepted:
-        card = {
-            "name": bare_path(output).name,
-            **made_from(states),
-            "imported_from": path.name,
-            "held_out": held_out.tree(),
-        }
-        save_order(model, bare_path(output), card, calibration=calibration)
-    figures = held_out.tree()
-    document = json.dumps({"accepted": accepted, "min_accuracy": least, "figures": figures})
-    typer.echo(document if as_json else tables(held_out), err=not accepted)
-    if not accepted:
-        raise ValueError(
-            f"{path}: not taken over: next-commit accuracy {overall.next_commit:.3f} on held-out "
-            f"prompts, want {least:.3f}"
-            + ("" if min_accuracy is not None else ", that of stale confidence")
-        )
-    if not as_json:
-        typer.echo(f"\n{bare_path(output)}.safetensors and .json written")
-
-
 @calibrate.command("masses")
-@speaking_plainly
+@plain_errors
 def masses(
     jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],
     drafter: Annotated[str, typer.Option(help="A drafter's path, or a packaged one's name.")],
@@ -244,6 +91,7 @@ def masses(
         compare,
         comparison_table,
         fit_calibration,
+        halves_for_fit,
     )
     from spot_batch.learning.drafter import made_from, unseen
     from spot_batch.learning.trajectories import load_trajectories
@@ -261,7 +109,7 @@ def masses(
             err=True,
         )
     states = unseen(states, card).some(2 * MAX_STATES, seed=seed or 0)
-    for_fit, for_figures = _halves(states)
+    for_fit, for_figures = halves_for_fit(states)
     calibration = fit_calibration(loaded.model, for_fit)
     errors = compare(loaded.model, loaded.calibration, calibration, for_figures)
     card |= {
@@ -283,11 +131,3 @@ def masses(
     else:
         print(comparison_table(errors))
         print(f"\n{path}.json written")
-
-
-def _halves(states: Trajectories) -> tuple[Trajectories, Trajectories]:
-    """Prompts to fit on and prompts to measure on. Raises ValueError where there is only one."""
-    for_fit, for_figures = states.halves()
-    if not len(for_fit):
-        raise ValueError("the trajectories are of one prompt; record more: half are for the fit")
-    return for_fit, for_figures

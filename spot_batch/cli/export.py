@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import Out, app, speaking_plainly
+from spot_batch.cli.app import Out, app
+from spot_batch.terminal.errors import plain_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def export(
     out: Out,
     output: Annotated[

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from spot_batch.cli.app import Json, Out, app, speaking_plainly
+from spot_batch.cli.app import Out, app
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json
 
 
 @app.command()
-@speaking_plainly
+@plain_errors
 def replay(
     out: Out,
     row: Annotated[str, typer.Option(help="The row's custom_id.")],
@@ -21,11 +23,11 @@ def replay(
     import json
     from dataclasses import asdict
 
-    from spot_batch.cli.screen import Screen
     from spot_batch.jobdir.directory import JobDirectory
     from spot_batch.jobdir.mirror import folder_of
     from spot_batch.service.progress import Exit
     from spot_batch.service.replay import replay as decode_again
+    from spot_batch.terminal.screen import Screen
 
     again = decode_again(JobDirectory.open(folder_of(out)), row, sample_index=sample)
     code = Exit.CHECK_FAILED if again.differing else Exit.COMPLETE

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from spot_batch.cli.screen import (
+from spot_batch.cli.job_screen import (
     JobScreen,
     LoadLines,
-    Screen,
     resume_command,
     show_commands,
     show_plan,
@@ -33,6 +32,7 @@ from spot_batch.results.export import ExportSpec, export, format_of
 from spot_batch.service.plan import JobPlan, plan_job, plan_of
 from spot_batch.service.progress import ENDED, Exit
 from spot_batch.service.run import JobResult, run_job
+from spot_batch.terminal.screen import Screen
 
 FOLLOW_S = 0.5
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from spot_batch.cli.screen import Screen, resume_command
+from spot_batch.cli.job_screen import resume_command
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import is_alive, read_driver
 from spot_batch.jobdir.events import read_heartbeat
@@ -14,6 +14,7 @@ from spot_batch.jobdir.mirror import address_of
 from spot_batch.jobdir.scan import fault_of_parts, scan
 from spot_batch.records.progress import Heartbeat
 from spot_batch.service.progress import describe, describe_drafting, describe_load
+from spot_batch.terminal.screen import Screen
 
 
 def show_status(out: Path, *, as_json: bool) -> int:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import Json, app, speaking_plainly
+from spot_batch.cli.app import app
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json
 
 if TYPE_CHECKING:
     from spot_batch.checkpoints.registry import ModelInfo
@@ -20,15 +22,15 @@ app.add_typer(targets, name="targets")
 
 
 @targets.command("list")
-@speaking_plainly
+@plain_errors
 def list_targets(as_json: Json = False) -> None:
     """The families, packaged and published targets, and who is refused and why. No network."""
     from spot_batch.checkpoints.families import AUTOREGRESSIVE, EDITING, FAMILIES, REFUSED
     from spot_batch.checkpoints.published import published_names
     from spot_batch.checkpoints.registry import packaged_targets
     from spot_batch.checkpoints.report import describe_target
-    from spot_batch.cli.screen import Screen
     from spot_batch.models.block import check_network
+    from spot_batch.terminal.screen import Screen
 
     packaged = [describe_target(name, check=check_network) for name in packaged_targets()]
     found = [describe_target(name, check=check_network) for name in published_names()]
@@ -61,7 +63,7 @@ def list_targets(as_json: Json = False) -> None:
 
 
 @targets.command("check")
-@speaking_plainly
+@plain_errors
 def check(
     target: Annotated[str, typer.Argument(help="Hub id, folder, or bundled.")],
     revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
@@ -105,7 +107,7 @@ def check(
 
 def _show(found: Description, memory: Memory, drafter: DrafterChoice) -> None:
     from spot_batch.checkpoints.report import MEMORY_FORMULA
-    from spot_batch.cli.screen import Screen
+    from spot_batch.terminal.screen import Screen
 
     info, family = found.info, found.info.family
     screen = Screen()

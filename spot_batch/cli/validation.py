@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from spot_batch.cli.screen import LoadLines, Screen, show_plan
+from spot_batch.cli.job_screen import LoadLines, show_plan
 from spot_batch.inputs.prepare import PreparedSample
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.schema import completion_schema
 from spot_batch.records.results import SKIP_CODES
 from spot_batch.service.plan import JobPlan, plan_job
 from spot_batch.service.progress import Exit
+from spot_batch.terminal.screen import Screen
 
 NUM_SHOWN = 3
 NUM_MEASURED = 1_000

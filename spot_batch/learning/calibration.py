@@ -296,3 +296,11 @@ def comparison_table(errors: Sequence[MassError]) -> str:
             f"| {each.by_chance:.2f} |"
         )
     return "\n".join(lines)
+
+
+def halves_for_fit(states: Trajectories) -> tuple[Trajectories, Trajectories]:
+    """Prompts to fit on and prompts to measure on. Raises ValueError where there is only one."""
+    for_fit, for_figures = states.halves()
+    if not len(for_fit):
+        raise ValueError("the trajectories are of one prompt; record more: half are for the fit")
+    return for_fit, for_figures

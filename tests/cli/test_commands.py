@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_batch.cli import running, specs
+from spot_batch.cli.job_screen import JobScreen, LoadLines, show_results
 from spot_batch.cli.main import app
-from spot_batch.cli.screen import JobScreen, LoadLines, Screen, printable, show_results
 from spot_batch.job.reading import load_spec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease
@@ -27,6 +27,7 @@ from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
 from spot_batch.records.results import CheckResult
+from spot_batch.terminal.screen import Screen, printable
 from tests.jobdir.jobs import make_outcomes
 from tests.service.jobs import begin
 
@@ -67,7 +68,7 @@ def test_a_url_is_no_folder_of_this_machine(
 
 def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
     heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'datasets', 'pydantic'}"
-    script = f"import sys, spot_batch.cli; print(sorted({heavy} & set(sys.modules)))"
+    script = f"import sys, spot_batch.cli.main; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
@@ -385,7 +386,7 @@ def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(
         }
     ]
     assert "actor 1 " not in Done(["status", job.root]).shown, "its driver is gone"
-    monkeypatch.setattr("spot_batch.cli.screen.PLAIN_LINE_S", 0.0)
+    monkeypatch.setattr("spot_batch.cli.job_screen.PLAIN_LINE_S", 0.0)
     with JobScreen(Screen(), job) as screen:
         screen.update(heartbeat)
         screen.update(heartbeat)
@@ -398,7 +399,7 @@ def test_files_that_take_long_are_said_now_and_then(
     at_once = LoadLines(Screen())
     at_once(LoadProgress("checking", 1, 2))
     at_once(LoadProgress("waiting"))
-    monkeypatch.setattr("spot_batch.cli.screen.LOAD_QUIET_S", -1.0)
+    monkeypatch.setattr("spot_batch.cli.job_screen.LOAD_QUIET_S", -1.0)
     later = LoadLines(Screen())
     for num_bytes in range(1, 10):
         later(LoadProgress("downloading", num_bytes * 10**9, 9 * 10**9))

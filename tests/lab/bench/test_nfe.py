@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import spot_batch
-from spot_batch.cli.comparing import read_grid
 from spot_batch.cli.main import app
 from spot_batch.lab.bench.tasks import TASKS, load_task
+from spot_batch.lab.commands.comparing import read_grid
 from tests.tiny_models import write_target
 
 METHODS = "spiffy,ssd,blockspec,ranking,random,position-oracle,token-oracle,full-oracle"

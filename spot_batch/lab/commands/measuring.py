@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import numbers
+from spot_batch.terminal.options import numbers
 
 if TYPE_CHECKING:
     from spot_batch.lab.bench.loading import Models
@@ -62,24 +61,6 @@ def temperatures_of(text: str) -> list[float]:
         except ValueError as error:
             raise ValueError(f"--temperatures: {error}") from None
     return found
-
-
-def check_writable(path: Path | None, option: str, *, makes_folders: bool = False) -> None:
-    """Raises ValueError where a file cannot be written, before hours of work are lost on it.
-
-    `makes_folders`: those above it are made when it is written.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: is a folder; name a file")
-    folder = path.parent
-    while makes_folders and not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} {path}: may not be written")
 
 
 def write_rows(path: Path | None, facts: Mapping[str, object], rows: Sequence[Row]) -> None:

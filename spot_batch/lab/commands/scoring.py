@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import Json, numbers, speaking_plainly
-from spot_batch.cli.bench import bench
-from spot_batch.cli.measuring import (
+from spot_batch.lab.commands.bench import bench
+from spot_batch.lab.commands.measuring import (
     Address,
     Data,
     Device,
@@ -26,7 +25,6 @@ from spot_batch.cli.measuring import (
     Tasks,
     Temperatures,
     Threads,
-    check_writable,
     load_prompts,
     seeds_of,
     spread_to,
@@ -34,13 +32,15 @@ from spot_batch.cli.measuring import (
     write_document,
     write_rows,
 )
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json, check_writable, numbers
 
 if TYPE_CHECKING:
     from spot_batch.lab.bench.order import CommitOrder
 
 
 @bench.command("prompts")
-@speaking_plainly
+@plain_errors
 def prompts(
     tasks: Tasks = "synthetic",
     model: Annotated[str, typer.Option(help="Whose chat template.")] = "bundled",
@@ -74,7 +74,7 @@ def prompts(
 
 
 @bench.command("commit-order")
-@speaking_plainly
+@plain_errors
 def commit_order(
     model: Model = "bundled",
     drafter: Annotated[
@@ -167,7 +167,7 @@ def _show_order(row: CommitOrder, drafter: str) -> None:
 
 
 @bench.command("scores")
-@speaking_plainly
+@plain_errors
 def scores(
     tasks: Tasks = "synthetic",
     model: Model = "bundled",

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spot_batch.cli.app import Json, numbers, speaking_plainly
-from spot_batch.cli.bench import bench
-from spot_batch.cli.drafters import calibrate
-from spot_batch.cli.measuring import (
+from spot_batch.lab.commands.bench import bench
+from spot_batch.lab.commands.measuring import (
     Address,
     Data,
     Device,
     JsonFile,
     Out,
     Threads,
-    check_writable,
     load_prompts,
     seeds_of,
     spread_to,
     temperatures_of,
     write_rows,
 )
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Json, check_writable, numbers
 
 if TYPE_CHECKING:
     from spot_batch.lab.bench.nfe import Cell, NfeRow
@@ -103,7 +102,7 @@ def _published(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 @bench.command("nfe")
-@speaking_plainly
+@plain_errors
 def nfe(
     spec: Annotated[
         Path | None, typer.Argument(help="A YAML file with these options as keys.")
@@ -315,8 +314,7 @@ def _show(rows: Sequence[NfeRow], grid: Grid) -> None:
         typer.echo(f"{cell.name}: closes {share:.0%} of the gap from Spiffy to the position oracle")
 
 
-@calibrate.command("spiffy")
-@speaking_plainly
+@plain_errors
 def spiffy(
     jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The JSON file to write.")],

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from spot_batch.cli.app import app, numbers, speaking_plainly
-from spot_batch.cli.measuring import (
+from spot_batch.lab.commands.measuring import (
     Address,
     Device,
     DrafterOption,
@@ -26,12 +25,13 @@ from spot_batch.cli.measuring import (
     Sequences,
     Temperatures,
     Threads,
-    check_writable,
     seeds_of,
     spread_to,
     temperatures_of,
     write_rows,
 )
+from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import check_writable, numbers
 
 if TYPE_CHECKING:
     from spot_batch.checkpoints.registry import ModelInfo
@@ -44,11 +44,10 @@ if TYPE_CHECKING:
 Unmask = Annotated[str, typer.Option(help="single or threshold.")]
 
 bench = typer.Typer(help="Measurements that anyone can run.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 
 
 @bench.command("exact")
-@speaking_plainly
+@plain_errors
 def exact(
     inputs: Inputs = None,
     model: Model = "bundled",
@@ -139,7 +138,7 @@ def _draftings(budgets: str, gammas: str, crossing: str) -> dict[str, Drafting]:
 
 
 @bench.command("latency")
-@speaking_plainly
+@plain_errors
 def latency(
     model: Model = "bundled",
     drafter: Annotated[str, typer.Option(help="auto, ranking, none, or a path.")] = "auto",
@@ -184,7 +183,7 @@ def latency(
 
 
 @bench.command("throughput")
-@speaking_plainly
+@plain_errors
 def throughput(
     inputs: Inputs = None,
     model: Model = "bundled",
@@ -298,7 +297,7 @@ def _host(share: float | None) -> str:
 
 
 @bench.command("simulate")
-@speaking_plainly
+@plain_errors
 def simulate(
     inputs: Inputs = None,
     model: Model = "bundled",
@@ -376,7 +375,7 @@ def simulate(
 
 
 @bench.command("occupancy")
-@speaking_plainly
+@plain_errors
 def occupancy(
     inputs: Inputs = None,
     model: Model = "bundled",
@@ -538,7 +537,7 @@ def _show_latency(table: LatencyTable) -> None:
 
 
 @bench.command("store")
-@speaking_plainly
+@plain_errors
 def store(
     folder: Annotated[Path, typer.Argument(help="An empty folder for the job; left there.")],
     samples: Annotated[int, typer.Option(min=2, help="How many samples.")] = 1_000_000,

@@ -1,0 +1,1 @@
+"""The laboratory's commands; the command line registers them."""
