@@ -28,16 +28,16 @@ def numbers(
     try:
         found = list(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
     except ValueError:
-        raise ValueError(f"--{name} wants {kind.__name__}s by comma, got {text!r}") from None
+        raise ValueError(f"{name} wants {kind.__name__}s by comma, got {text!r}") from None
     if not found and not may_be_empty:
-        raise ValueError(f"--{name} wants at least one number, got {text!r}")
+        raise ValueError(f"{name} wants at least one number, got {text!r}")
     for each in found:
         low, high = least is not None and each < least, most is not None and each > most
         if low or high or not math.isfinite(each):
             what = "whole numbers" if kind is int else "numbers"
             reach = "" if least is None else f" from {least}"
             reach += "" if most is None else f" to {most}"
-            raise ValueError(f"--{name} wants {what}{reach}, got {each}")
+            raise ValueError(f"{name} wants {what}{reach}, got {each}")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spot_batch.service.embedded import embedded_ray
 
 if TYPE_CHECKING:
-    from spot_batch.lab.bench.running import Benchmark, CellT, RowT, Spread
+    from spot_batch.lab.bench.cells import Benchmark, CellT, RowT, Spread
 
 _ANSWER_S = 10.0
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 
-from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
 from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.lab.bench.grids import ExactGrid
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.questions import make_requests
+from spot_batch.lab.bench.questions import make_requests, params_of
 from spot_batch.models.block import BlockTarget
 from spot_batch.records.results import Completion
-from spot_batch.records.sampling import Request, SamplingParams
+from spot_batch.records.sampling import Request
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,18 @@ class Drafting:
     def name(self) -> str:
         floor = f", gamma {self.gamma:g}" if self.gamma else ""
         return f"D {self.budget}{floor}{'' if self.crossing else ', no crossing'}"
+
+
+def draftings_of(grid: ExactGrid) -> dict[str, Drafting]:
+    """The ways to draft of a grid, by name, each once."""
+    crossings = {"on": (True,), "off": (False,), "both": (True, False)}[grid.crossing]
+    pairs = [(size, 0.0) for size in grid.budgets]
+    pairs += [(grid.budgets[-1], floor) for floor in grid.gammas]
+    found = (
+        Drafting(budget=budget, gamma=gamma, crossing=over)
+        for (budget, gamma), over in product(pairs, crossings)
+    )
+    return {each.name: each for each in found}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +116,7 @@ class ExactBenchmark:
             if kind not in targets:
                 targets[kind] = self.models.target(canonical=kind == "canonical")
             params = params_of(
-                info, temperature=cells[0].temperature, length=self.max_new_tokens, fixed=False
+                info, temperature=cells[0].temperature, max_new_tokens=self.max_new_tokens
             )
             requests = make_requests(info, list(self.questions), params, seed=cells[0].seed)
             alone = EngineSettings(max_sequences=1, budget=0)
@@ -122,15 +135,18 @@ class ExactBenchmark:
         return compared
 
 
-def params_of(info: ModelInfo, *, temperature: float, length: int, fixed: bool) -> SamplingParams:
-    """How the samples of a cell are decoded: the family's rule, no top-p or top-k."""
-    return SamplingParams(
-        max_new_tokens=length,
-        temperature=temperature,
-        stop_ids=info.stop_ids,
-        stop_at="never" if fixed else "early",
-        confidence=info.family.confidence,
-    )
+def cells_of(grid: ExactGrid, draftings: Iterable[str]) -> list[list[ExactCell]]:
+    """The cells of a grid; those of one draft-free decoding stand together."""
+    names = list(draftings)
+    return [
+        [
+            ExactCell(
+                numerics=kind, temperature=heat, seed=seed, sequences=number, drafting=drafting
+            )
+            for number, drafting in product(grid.sequences, names)
+        ]
+        for kind, heat, seed in product(grid.numerics, grid.temperatures, grid.seeds)
+    ]
 
 
 def decode_all(

@@ -21,7 +21,7 @@ from spot_batch.checkpoints.registry import (
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.order import card_file, weights_file
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter, load_drafter
-from spot_batch.lab.bench.running import digest_of_files
+from spot_batch.lab.bench.cells import digest_of_files
 from spot_batch.models.block import BlockTarget, load_target, random_target
 from spot_batch.models.device import CPU, choose_device
 

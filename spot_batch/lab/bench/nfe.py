@@ -7,8 +7,10 @@ that. Some cells are run live beside it, and have to agree to the forward.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -17,19 +19,22 @@ import torch
 from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.ranking import RankingDrafter
-from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.engine import EngineSettings
 from spot_batch.lab.bench.exact import decode_all
-from spot_batch.lab.bench.questions import make_requests
-from spot_batch.lab.bench.replay import RecordedSample, Replayed, recorded_sample, replay
+from spot_batch.lab.bench.forwards import Needed, forwards_needed
+from spot_batch.lab.bench.grids import NfeGrid
+from spot_batch.lab.bench.loading import Models
+from spot_batch.lab.bench.questions import make_requests, params_of
+from spot_batch.lab.bench.recording import RecordedSample, as_trajectories, future_of, record
+from spot_batch.lab.bench.tasks import find_tasks
 from spot_batch.lab.methods.baselines import ChainDrafter, ConfidenceTreeDrafter, RandomDrafter
 from spot_batch.lab.methods.graphs import Counted, count_formulas, fit_graph, fit_sharpness
-from spot_batch.lab.methods.oracles import Future, OracleDrafter, OracleKind
+from spot_batch.lab.methods.oracles import OracleDrafter, OracleKind
 from spot_batch.lab.methods.spiffy import SpiffyDrafter, SpiffyGraph
 from spot_batch.learning.trajectories import Trajectories
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.device import CPU
-from spot_batch.records.results import Completion
-from spot_batch.records.sampling import Request, SamplingParams
+from spot_batch.records.sampling import SamplingParams
 
 GAMMA = 0.1
 """Of SPOT-gamma: the least mass of a drafted state, as published."""
@@ -147,23 +152,6 @@ class Fitted:
         return self._sharpness
 
 
-def record(
-    target: BlockTarget, requests: Sequence[Request], *, in_flight: int = 32
-) -> list[RecordedSample]:
-    """Draft-free decoding of these requests, with every state."""
-    settings = EngineSettings(max_sequences=in_flight, budget=0)
-    engine = Engine(target, None, settings, record_every=1)
-    for request in requests:
-        engine.add(request)
-    done: dict[int, Completion] = {}
-    while engine.has_work:
-        done |= {completion.sample_id: completion for completion in engine.step()}
-    return [
-        recorded_sample(request, done[request.sample_id], target.block_length)
-        for request in requests
-    ]
-
-
 def fitted(
     target: BlockTarget,
     info: ModelInfo,
@@ -174,55 +162,6 @@ def fitted(
     """Calibration trajectories of training prompts, under the parameters of the cells."""
     requests = make_requests(info, list(questions), replace(params, stop_at="block"), seed=1)
     return Fitted(as_trajectories(record(target, requests), info), dict(graphs))
-
-
-def as_trajectories(samples: Sequence[RecordedSample], info: ModelInfo) -> Trajectories:
-    """Recorded samples as the tensors that training and calibration read."""
-    from spot_batch.engine.drafting import noise_keys
-    from spot_batch.learning.trajectories import Source
-
-    width = info.block_length
-    states = [
-        (sample, state) for sample in samples for block in sample.blocks for state in block.states
-    ]
-    num = len(states)
-
-    def padded(values: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor([[*one, *[-1] * (width - len(one))] for one in values])
-
-    params = [sample.request.params for sample, _ in states]
-    return Trajectories(
-        job=torch.zeros(num, dtype=torch.int64),
-        place=torch.tensor([s.request.sample_id / len(samples) for s, _ in states]).double(),
-        start=torch.tensor([state.start for _, state in states]),
-        num_committed=torch.tensor([state.num_committed for _, state in states]),
-        noise_key=noise_keys([s.request.noise_key for s, _ in states]),
-        temperature=torch.tensor([each.temperature for each in params]),
-        top_p=torch.tensor([each.top_p for each in params]),
-        top_k=torch.tensor([each.top_k for each in params]),
-        masked=torch.tensor([state.masked for _, state in states]),
-        log_prob=torch.from_numpy(np.stack([s.log_prob for _, s in states])).view(num, width, -1),
-        ids=torch.from_numpy(np.stack([s.ids for _, s in states])).view(num, width, -1),
-        positions=padded([state.positions for _, state in states]),
-        tokens=padded([state.tokens for _, state in states]),
-        source=Source(
-            target=info.name,
-            weights=info.weight_hash,
-            block_length=width,
-            noise_key=params[0].noise_key,
-            jobs=(),
-        ),
-    )
-
-
-def future_of(samples: Sequence[RecordedSample]) -> Future:
-    """What the oracles know."""
-    future: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
-    for sample in samples:
-        key = sample.request.noise_key
-        key = key - (1 << 64) if key >= 1 << 63 else key
-        future |= {(key, block.start): block.commits for block in sample.blocks}
-    return future
 
 
 def make_drafter(
@@ -270,7 +209,7 @@ def measure(
     """One cell, replayed with a drafter on `device`; run on a target there as well where one is
     given."""
     gamma = GAMMA if cell.method == "spot-gamma" else 0.0
-    found = replay(samples, drafter, budget=cell.budget, gamma=gamma, device=device)
+    found = forwards_needed(samples, drafter, budget=cell.budget, gamma=gamma, device=device)
     base = np.array([sample.num_commits for sample in samples])
     forwards = np.array([one.num_forwards for one in found])
     low, high = ratio_interval(base, forwards)
@@ -312,7 +251,7 @@ def ratio_interval(base: np.ndarray, found: np.ndarray) -> tuple[float, float]:
 def _live(
     cell: Cell,
     samples: Sequence[RecordedSample],
-    replayed: Sequence[Replayed],
+    replayed: Sequence[Needed],
     drafter: Drafter,
     target: BlockTarget,
     gamma: float,
@@ -344,3 +283,92 @@ def gaps(rows: Sequence[NfeRow]) -> Iterator[tuple[Cell, float]]:
         oracle = by_cell.get(replace(cell, method="position-oracle"))
         if spiffy is not None and oracle is not None and spiffy.nfe > oracle.nfe:
             yield cell, (spiffy.nfe - row.nfe) / (spiffy.nfe - oracle.nfe)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NfeBenchmark:
+    """What the cells of a grid share.
+
+    `prompts` of each task, with their digest; `learned_from`: training prompts of the baselines;
+    `graphs`: Spiffy's, by temperature and budget, fitted where there are none; `live`: one cell in
+    so many is run live too, none with 0.
+    """
+
+    models: Models
+    prompts: Mapping[str, Sequence[str]]
+    digests: Mapping[str, str]
+    learned_from: Sequence[str]
+    graphs: Mapping[tuple[float, int], SpiffyGraph]
+    max_new_tokens: int
+    live: int
+
+    def runs_live(self, cell: Cell) -> bool:
+        return self.live > 0 and cell.is_live(self.live)
+
+    def is_done(self, cell: Cell, row: NfeRow) -> bool:
+        """Whether a row that was kept has been run live if it is to be."""
+        return row.live_agrees is not None or not self.runs_live(cell)
+
+    def open(self) -> Callable[[Sequence[Cell]], Iterator[NfeRow]]:
+        """Measures cells of one task, temperature, seed and length: they share a recording."""
+        target, models = self.models.target(), self.models
+        order = models.drafter() if models.choice.path is not None else None
+        calibrated: dict[tuple[float, int | None], Fitted] = {}
+
+        def of_recording(cells: Sequence[Cell]) -> Iterator[NfeRow]:
+            first = cells[0]
+            params = params_of(
+                models.info,
+                temperature=first.temperature,
+                max_new_tokens=first.length or self.max_new_tokens,
+                is_fixed=first.length is not None,
+            )
+            key = (first.temperature, first.length)
+            if key not in calibrated and any(cell.method in CALIBRATED for cell in cells):
+                calibrated[key] = fitted(
+                    target, models.info, self.learned_from, params, self.graphs
+                )
+            prompts = list(self.prompts[first.task])
+            samples = record(target, make_requests(models.info, prompts, params, seed=first.seed))
+            fit = calibrated.get(key)
+            for cell in cells:
+                yield measure(
+                    cell,
+                    samples,
+                    make_drafter(cell, order=order, fitted_to=fit, samples=samples),
+                    prompts=self.digests[cell.task],
+                    live_on=target if self.runs_live(cell) else None,
+                    device=target.device,
+                )
+
+        return of_recording
+
+
+def cells_of(grid: NfeGrid) -> list[list[Cell]]:
+    """The cells of a grid, those of one recording together. Raises ValueError for a method that
+    there is not."""
+    for name in grid.methods:
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
+    tasks = [task.name for task in find_tasks(grid.tasks)]
+    return [
+        [
+            Cell(
+                task=task, method=method, budget=budget, temperature=heat, seed=seed, length=length
+            )
+            for method, budget in product(grid.methods, grid.budgets)
+        ]
+        for heat, length, task, seed in product(grid.temperatures, grid.lengths, tasks, grid.seeds)
+    ]
+
+
+def check_graphs(
+    path: Path, graphs: Mapping[tuple[float, int], SpiffyGraph], groups: Sequence[Sequence[Cell]]
+) -> None:
+    """Raises ValueError where a file of graphs has none for a cell that wants one."""
+    for cell in (cell for group in groups for cell in group if cell.method == "spiffy"):
+        if (cell.temperature, cell.budget) not in graphs:
+            there = ", ".join(f"T {heat:g}, D {budget}" for heat, budget in sorted(graphs))
+            raise ValueError(
+                f"{path}: no graph for T {cell.temperature:g}, D {cell.budget}; there are {there}"
+            )

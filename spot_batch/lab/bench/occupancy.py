@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable, device_clock, measure_latency
+from spot_batch.lab.bench.grids import OccupancyGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests
 from spot_batch.lab.bench.simulate import Recording, simulated_engine
@@ -73,6 +74,11 @@ class Occupancy:
     def read(cls, *, tail: Sequence[Mapping[str, Any]], **values: Any) -> Occupancy:
         """From what JSON holds."""
         return cls(tail=tuple(TailRow(**row) for row in tail), **values)
+
+
+def cells_of(grid: OccupancyGrid) -> list[list[OccupancyCell]]:
+    """A job a budget and seed."""
+    return [[OccupancyCell(f"{budget}", seed)] for budget in grid.budgets for seed in grid.seeds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,26 @@ def read_questions(path: Path | None, *, limit: int) -> list[str]:
     return questions
 
 
+def params_of(
+    info: ModelInfo,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    is_fixed: bool = False,
+    unmasking: str = "single",
+) -> SamplingParams:
+    """How a benchmark's samples are decoded: by the family's rule, without top-p or top-k, and with
+    `is_fixed` behind their stop tokens too."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        unmasking="threshold" if unmasking == "threshold" else "single",
+        stop_ids=info.stop_ids,
+        stop_at="never" if is_fixed else "early",
+        confidence=info.family.confidence,
+    )
+
+
 def make_requests(
     info: ModelInfo, questions: list[str], params: SamplingParams, *, seed: int = 0
 ) -> list[Request]:

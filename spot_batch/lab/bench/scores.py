@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from spot_batch.checkpoints.registry import load_tokenizer
 from spot_batch.engine.engine import EngineSettings
-from spot_batch.lab.bench.exact import decode_all, params_of
+from spot_batch.lab.bench.exact import decode_all
 from spot_batch.lab.bench.grading import ScoreCell, ScoreRow, find_grader, score_row
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.questions import make_requests
+from spot_batch.lab.bench.questions import make_requests, params_of
 from spot_batch.lab.bench.tasks import TaskRow
 
 
@@ -32,7 +32,7 @@ class ScoreBenchmark:
 
         def answered(cell: ScoreCell, budget: int) -> list[str]:
             params = params_of(
-                info, temperature=cell.temperature, length=self.max_new_tokens, fixed=False
+                info, temperature=cell.temperature, max_new_tokens=self.max_new_tokens
             )
             prompts = [row.prompt for row in self.rows[cell.task]]
             requests = make_requests(info, prompts, params, seed=cell.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ class TaskRow:
     fields: dict[str, Any]
 
 
-def find_tasks(names: str) -> list[Task]:
-    """Tasks by comma. Raises ValueError naming the known ones."""
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
+def find_tasks(names: Iterable[str]) -> list[Task]:
+    """Tasks by name, each once. Raises ValueError naming the known ones."""
+    wanted = list(dict.fromkeys(name.strip() for name in names))
     unknown = [name for name in wanted if name not in TASKS]
     if unknown:
         raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(TASKS)}")

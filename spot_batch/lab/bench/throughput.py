@@ -15,17 +15,19 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from typing import Literal
 
 from torch import Tensor
 
+from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.distributions import Queries, StaleStore
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable, device_clock, measure_latency
+from spot_batch.lab.bench.grids import ThroughputGrid
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.plain import PlainLoop
+from spot_batch.lab.bench.plain import FAMILY, PlainLoop
 from spot_batch.lab.bench.questions import make_requests
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch, Target
@@ -136,6 +138,28 @@ class ThroughputBenchmark:
                 yield replace(row, seed=first.seed)
 
         return measured
+
+
+def ways_of(grid: ThroughputGrid) -> list[Way]:
+    """The ways to draft of a grid: its budgets, and its mass floors at the largest."""
+    floors = (Way(grid.largest_budget, floor) for floor in grid.gammas if floor)
+    return [*map(Way, grid.budgets), *floors]
+
+
+def cells_of(
+    grid: ThroughputGrid, ways: Sequence[Way], *, beside_plain: bool
+) -> list[list[ThroughputCell]]:
+    """The cells of a grid, those that take turns together."""
+    names = [BASELINE, CANONICAL, *(way.name for way in ways), *([PLAIN] if beside_plain else [])]
+    return [
+        [ThroughputCell(number, seed, name) for name in names]
+        for number, seed in product(grid.sequences, grid.seeds)
+    ]
+
+
+def has_plain_loop(info: ModelInfo) -> bool:
+    """Whether transformers has the body of a model under its own name."""
+    return info.family.name == FAMILY
 
 
 class _Timed:

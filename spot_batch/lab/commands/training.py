@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from spot_batch.lab.commands.measuring import temperatures_of
+from spot_batch.lab.bench.grids import read_temperatures
 from spot_batch.terminal.errors import plain_errors
 from spot_batch.terminal.options import check_writable
 
@@ -30,7 +30,7 @@ def corpus(
     from spot_batch.lab.bundled.corpus import write_prompts
 
     check_writable(output, "FILE")
-    mixed = temperatures_of(temperatures) if temperatures is not None else []
+    mixed = read_temperatures("--temperatures", temperatures) if temperatures is not None else []
     write_prompts(output, count=count, seed=seed, split=split, temperatures=mixed)
     typer.echo(f"{count:,} questions written to {output}")
 

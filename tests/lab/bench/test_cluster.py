@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spot_batch.lab.bench.cells import MeasuredCells, run_cells
 from spot_batch.lab.bench.cluster import spread_over
-from spot_batch.lab.bench.running import Kept, run_cells
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Squares:
 @pytest.mark.ray
 @pytest.mark.slow  # two Rays
 def test_groups_are_measured_by_few_workers_and_a_lost_one_comes_back(tmp_path: Path) -> None:
-    kept: Kept[Row] = Kept(tmp_path / "cells", Row, {"command": "squares"})
+    kept: MeasuredCells[Row] = MeasuredCells(tmp_path / "cells", Row, {"command": "squares"})
     groups = [[1, 2], [3], [7, 8], [9], [10]]
     spread = spread_over("local", num_threads=1)
     found = list(run_cells(Squares(tmp_path / "note"), groups, kept, spread=spread))

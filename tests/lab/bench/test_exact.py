@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.cli.main import app
 from spot_batch.engine.engine import EngineSettings
-from spot_batch.lab.bench.exact import ExactCell, decode_all, exact_row, params_of
-from spot_batch.lab.bench.questions import make_requests, read_questions
+from spot_batch.lab.bench.exact import ExactCell, decode_all, exact_row
+from spot_batch.lab.bench.questions import make_requests, params_of, read_questions
 from spot_batch.models.block import load_target
 from tests.tiny_models import write_target
 
@@ -56,11 +56,11 @@ def test_canonical_runs_differ_nowhere_and_save_forwards(target: Path, tmp_path:
         (["--sequences", "0"], "--sequences wants whole numbers from 1, got 0"),
         (["--seeds", "-1"], "--seeds wants whole numbers from 0 to"),
         (["--gammas", "2"], "--gammas wants numbers from 0.0 to 1.0, got 2.0"),
-        (["--threads", "0"], "Invalid value for '--threads'"),
+        (["--threads", "0"], "--threads must be a whole number from 1, got 0"),
         (["--json", "nowhere/rows.json"], "--json nowhere/rows.json: there is no folder nowhere"),
         (["--temperatures", "warm"], "--temperatures wants floats by comma"),
         (["--numerics", "exact"], "--numerics must be canonical, fast"),
-        (["--crossing", "maybe"], "--crossing must be on, off or both"),
+        (["--crossing", "maybe"], "--crossing must be on or off or both, got 'maybe'"),
         (["--drafter", "none"], "nothing to compare"),
         (["-i", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--model", "./nowhere"], "no such folder"),
@@ -100,7 +100,7 @@ def test_samples_that_differ_are_named_once_with_their_cell(
     target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     info = resolve_model(str(target))
-    params = params_of(info, temperature=0.0, length=8, fixed=False)
+    params = params_of(info, temperature=0.0, max_new_tokens=8)
     requests = make_requests(info, ["a", "b", "c", "d", "e"], params)
     base = decode_all(load_target(info), None, requests, EngineSettings(budget=0))
     other = {at: replace(done, token_ids=(*done.token_ids, 0)) for at, done in base.items()}

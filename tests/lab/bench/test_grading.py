@@ -206,13 +206,13 @@ def test_scores_are_kept_by_task_temperature_and_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "0"], "Invalid value for '--budget'"),
+        (["--budget", "0"], "--budget must be a whole number from 1, got 0"),
         (["--temperatures", ""], "--temperatures wants at least one number"),
         (["--seeds", "x"], "--seeds wants ints by comma"),
         (["--drafter", "none"], "there is nothing to compare"),
         (["--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["--tasks", "mbpp"], "give --run-code"),
-        (["--threads", "0"], "Invalid value for '--threads'"),
+        (["--threads", "0"], "--threads must be a whole number from 1, got 0"),
     ],
 )
 def test_a_wrong_option_of_scores_is_named(

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import spot_batch
 from spot_batch.cli.main import app
+from spot_batch.lab.bench.grids import NfeGrid, read_grid
 from spot_batch.lab.bench.tasks import TASKS, load_task
-from spot_batch.lab.commands.comparing import read_grid
 from tests.tiny_models import write_target
 
 METHODS = "spiffy,ssd,blockspec,ranking,random,position-oracle,token-oracle,full-oracle"
@@ -259,8 +259,8 @@ def test_a_yaml_file_is_the_grid_and_options_override_it(target: Path, tmp_path:
         (["--temperatures", "nan"], "--temperatures wants numbers, got nan"),
         (["--temperatures", "-1"], "--temperatures: must be 0 or from"),
         (["--lengths", ""], "--lengths wants `end` and numbers of tokens, got ''"),
-        (["--threads", "0"], "Invalid value for '--threads'"),
-        (["--live", "-1"], "Invalid value for '--live'"),
+        (["--threads", "0"], "--threads must be a whole number from 1, got 0"),
+        (["--live", "-1"], "--live must be a whole number from 0, got -1"),
         (["--json", "nowhere/rows.json"], "--json nowhere/rows.json: there is no folder nowhere"),
         (["--json", "."], "--json .: is a folder; name a file"),
         (["--methods", ""], "unknown method ''"),
@@ -317,7 +317,7 @@ def test_published_figures_are_taken_as_they_are(tmp_path: Path) -> None:
     entry = {"task": "x", "method": "spot", "budget": 8, "temperature": 0, "nfe_ratio": "3 to 4"}
     spec = tmp_path / "grid.yaml"
     spec.write_text(json.dumps({"published": [entry]}))
-    assert read_grid(spec, {}).published == (entry,)
+    assert read_grid(NfeGrid, spec, {}).published == (entry,)
 
 
 @pytest.mark.parametrize(
@@ -450,8 +450,8 @@ def test_commit_order_of_several_recordings_is_kept(
         (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: there is no folder nowhere"),
         (["--budgets", ""], "--budgets wants at least one number"),
         (["--budgets", "0"], "--budgets wants whole numbers from 1, got 0"),
-        (["--limit", "0"], "Invalid value for '--limit'"),
-        (["--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["--limit", "0"], "--limit must be a whole number from 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be a whole number from 1"),
         (["--seeds", "-3"], "--seeds wants whole numbers from 0"),
         (["--drafter", "nowhere"], "nowhere"),
     ],

@@ -12,8 +12,9 @@ from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.cli.main import app
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import EngineSettings
+from spot_batch.lab.bench.clocks import BODIES
 from spot_batch.lab.bench.occupancy import mixed_lengths, run_job
-from spot_batch.lab.bench.simulate import BODIES, Recording, simulated_engine
+from spot_batch.lab.bench.simulate import Recording, simulated_engine
 from spot_batch.models.block import load_target
 from spot_batch.records.sampling import Request, SamplingParams
 from tests.tiny_models import write_target
@@ -117,10 +118,10 @@ def test_the_command_prints_the_curve_and_writes_it(target: Path, tmp_path: Path
     ("arguments", "message"),
     [
         (["--order", "shortest"], "--order must be longest_first or input"),
-        (["--samples", "0"], "Invalid value for '--samples'"),
-        (["--sequences", "0"], "Invalid value for '--sequences'"),
-        (["--actors", "0"], "Invalid value for '--actors'"),
-        (["--min-new-tokens", "40"], "--min-new-tokens must be from 1 to --max-new-tokens 32"),
+        (["--samples", "0"], "--samples must be a whole number from 1"),
+        (["--sequences", "0"], "--sequences must be a whole number from 1"),
+        (["--actors", "0"], "--actors must be a whole number from 1"),
+        (["--min-new-tokens", "40"], "min_new_tokens must be from 1 to max_new_tokens, 32, got 40"),
         (["--clock", "h100"], "h100 is none of h200-1.7b, h200-8b and no file"),
         (["--budgets", "x"], "--budgets wants whole numbers or auto"),
         (["--drafter", "none"], "nothing to compare"),

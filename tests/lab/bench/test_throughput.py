@@ -12,8 +12,9 @@ from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.cli.main import app
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.latency import LatencyTable
+from spot_batch.lab.bench.clocks import BODIES
 from spot_batch.lab.bench.questions import make_requests, read_questions
-from spot_batch.lab.bench.simulate import BODIES, Recording, SimulatedCell, simulate
+from spot_batch.lab.bench.simulate import Recording, SimulatedCell, simulate
 from spot_batch.lab.bench.throughput import PLAIN, mean_ratio
 from spot_batch.models.block import load_target
 from spot_batch.records.sampling import SamplingParams, Unmasking
@@ -150,31 +151,31 @@ def test_a_ratio_is_between_turns_of_one_pass() -> None:
         (["throughput", "--budgets", "-1"], "--budgets wants whole numbers or auto"),
         (["throughput", "--unmasking", "all"], "--unmasking must be single or threshold"),
         (["throughput", "--gammas", "1.5"], "--gammas wants numbers from 0.0 to 1.0"),
-        (["throughput", "--gammas", "0.1", "--budgets", "0,auto"], "--gammas wants a fixed budget"),
+        (["throughput", "--gammas", "0.1", "--budgets", "0,auto"], "gammas want a fixed budget"),
         (["throughput", "--device", "gpu"], "--device must be auto, cpu, cuda, got 'gpu'"),
-        (["throughput", "--passes", "1"], "--passes must be at least 2"),
-        (["throughput", "--plain-passes", "11"], "must be 0, or from 2 to --passes 10, got 11"),
-        (["throughput", "--plain-passes", "-1"], "must be 0, or from 2 to --passes 10, got -1"),
-        (["throughput", "--plain-passes", "1"], "must be 0, or from 2 to --passes 10, got 1"),
+        (["throughput", "--passes", "1"], "--passes must be a whole number from 2"),
+        (["throughput", "--plain-passes", "11"], "must be 0, or from 2 to passes, 10, got 11"),
+        (["throughput", "--plain-passes", "-1"], "--plain-passes must be a whole number from 0"),
+        (["throughput", "--plain-passes", "1"], "must be 0, or from 2 to passes, 10, got 1"),
         (["throughput", "--budgets", ""], "--budgets wants whole numbers or auto"),
         (["throughput", "--sequences", ""], "--sequences wants at least one number"),
-        (["throughput", "--turn-seconds", "0"], "--turn-seconds must be above 0"),
-        (["throughput", "--threads", "0"], "Invalid value for '--threads'"),
+        (["throughput", "--turn-seconds", "0"], "--turn-seconds must be a number above 0"),
+        (["throughput", "--threads", "0"], "--threads must be a whole number from 1"),
         (["throughput", "--table", "nowhere.json"], "nowhere.json: cannot be read"),
         (["throughput", "--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["simulate", "--budgets", ""], "--budgets wants at least one number"),
         (["simulate", "--seeds", ""], "--seeds wants at least one number"),
         (["simulate", "--json", "."], "--json .: is a folder"),
         (["latency", "--json", "nowhere/x.json"], "there is no folder nowhere"),
-        (["latency", "--threads", "0"], "Invalid value for '--threads'"),
+        (["latency", "--threads", "0"], "--threads must be a whole number from 1"),
         (["throughput", "--sequences", "a"], "--sequences wants ints by comma"),
         (["throughput", "--drafter", "none"], "nothing to compare"),
         (["simulate", "--drafter", "none"], "nothing to compare"),
         (["simulate", "--tables", "h100"], "h100 is none of h200-1.7b, h200-8b and no file"),
-        (["simulate", "--rounds", "0"], "--rounds must be at least 1"),
+        (["simulate", "--rounds", "0"], "--rounds must be a whole number from 1"),
         (["simulate", "--unmasking", "all"], "--unmasking must be single or threshold"),
-        (["latency", "--max-slots", "0"], "--max-slots must be at least 1"),
-        (["latency", "--seconds", "0"], "--seconds must be above 0"),
+        (["latency", "--max-slots", "0"], "--max-slots must be a whole number from 1"),
+        (["latency", "--seconds", "0"], "--seconds must be a number above 0"),
         (["latency", "--numerics", "exact"], "--numerics must be canonical or fast"),
     ],
 )
@@ -182,3 +183,52 @@ def test_a_wrong_option_is_named(target: Path, arguments: list[str], message: st
     code, output = bench(*arguments, "--model", str(target))
     assert code == 2
     assert message in output
+
+
+def test_every_benchmark_reads_its_keys_from_a_file_and_options_come_first(
+    target: Path, tmp_path: Path
+) -> None:
+    grid, rows = tmp_path / "grid.yaml", tmp_path / "rows.json"
+    grid.write_text(
+        f"model: {target}\ndrafter: ranking\ntables: h200-8b\nsequences: [2, 4]\nbudgets: 2\n"
+        "rounds: 4\nlimit: 9\nmax_new_tokens: 12\n"
+    )
+    code, output = bench("simulate", str(grid), "--limit", "2", "--json", str(rows))
+    assert code == 0, output
+    assert "2 prompts" in output
+    found = json.loads(rows.read_text())["rows"]
+    assert [(row["sequences"], list(row["fixed"])) for row in found] == [
+        (2, ["0", "2"]),
+        (4, ["0", "2"]),
+    ]
+
+
+@pytest.mark.parametrize("command", ["exact", "throughput", "simulate", "occupancy", "latency"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget_s: 3", "grid.yaml: unknown key 'budget_s'; there are model, drafter,"),
+        ("threads: two", "grid.yaml: threads must be a whole number from 1, got 'two'"),
+        ("model: [a, b]", "grid.yaml: model must be a text, got ['a', 'b']"),
+        ("- model", "grid.yaml: want keys and values"),
+        ("model: {", "grid.yaml: cannot be read (while parsing"),
+    ],
+)
+def test_a_wrong_key_of_a_file_is_one_clear_sentence(
+    tmp_path: Path, command: str, text: str, message: str
+) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(text)
+    code, output = bench(command, str(grid))
+    assert code == 2
+    assert message in output
+    assert len(output.splitlines()) == 1
+
+
+def test_help_shows_the_few_options_and_the_others_can_be_typed(target: Path) -> None:
+    code, output = bench("throughput", "--help")
+    assert code == 0
+    assert "--budgets" in output
+    assert "--turn-seconds" not in output
+    code, output = bench("throughput", "--model", str(target), "--turn-seconds", "0")
+    assert "--turn-seconds must be a number above 0, got 0.0" in output

@@ -1,4 +1,4 @@
-"""Kept cells: a folder of something else is left as it is."""
+"""MeasuredCells cells: a folder of something else is left as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.lab.bench.running import Kept
+from spot_batch.lab.bench.cells import MeasuredCells
 
 FACTS = {"command": "bench exact", "limit": 1}
 
@@ -24,12 +24,12 @@ def test_a_file_of_something_else_keeps_every_byte(
 ) -> None:
     (tmp_path / "cells.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=message):
-        Kept(tmp_path, dict, FACTS)
+        MeasuredCells(tmp_path, dict, FACTS)
     assert (tmp_path / "cells.jsonl").read_bytes() == text
 
 
 def test_a_job_directory_takes_no_cells(tmp_path: Path) -> None:
     (tmp_path / "_spot").mkdir()
     with pytest.raises(ValueError, match="is a job directory; give another --out"):
-        Kept(tmp_path, dict, FACTS)
+        MeasuredCells(tmp_path, dict, FACTS)
     assert [each.name for each in tmp_path.iterdir()] == ["_spot"]

@@ -11,19 +11,18 @@ from spot_batch.checkpoints.registry import ModelInfo, resolve_model
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.order import OrderConfig, OrderDrafter
 from spot_batch.engine.engine import EngineSettings
-from spot_batch.lab.bench.exact import decode_all, params_of
+from spot_batch.lab.bench.exact import decode_all
+from spot_batch.lab.bench.forwards import forwards_needed
 from spot_batch.lab.bench.nfe import (
     METHODS,
     Cell,
     Fitted,
-    as_trajectories,
     make_drafter,
     measure,
     ratio_interval,
-    record,
 )
-from spot_batch.lab.bench.questions import make_requests
-from spot_batch.lab.bench.replay import RecordedSample, replay
+from spot_batch.lab.bench.questions import make_requests, params_of
+from spot_batch.lab.bench.recording import RecordedSample, as_trajectories, record
 from spot_batch.learning.drafter import seeded_model
 from spot_batch.models.block import BlockTarget, load_target
 from tests.tiny_models import write_target
@@ -51,7 +50,7 @@ def order(info: ModelInfo) -> OrderDrafter:
 def recorded(
     target: BlockTarget, info: ModelInfo, heat: float, *, fixed: bool = False
 ) -> list[RecordedSample]:
-    params = params_of(info, temperature=heat, length=29, fixed=fixed)
+    params = params_of(info, temperature=heat, max_new_tokens=29, is_fixed=fixed)
     return record(target, make_requests(info, QUESTIONS, params), in_flight=4)
 
 
@@ -86,7 +85,7 @@ def test_the_full_oracle_is_the_floor(target: BlockTarget, info: ModelInfo, cros
         fitted_to=Fitted(as_trajectories(samples, info)),
         samples=samples,
     )
-    found = replay(samples, drafter, budget=budget, crossing=crossing, in_flight=2)
+    found = forwards_needed(samples, drafter, budget=budget, crossing=crossing, in_flight=2)
     for sample, one in zip(samples, found, strict=True):
         if crossing:
             assert one.num_forwards <= by_hand(sample, budget)

@@ -1,4 +1,4 @@
-"""Replaying drafters against what draft-free decoding did.
+"""Forwards that a drafter needs, counted on what draft-free decoding did.
 
 Draft-free decoding visits every state that drafted decoding can stand on, and its commits do not
 depend on the drafter. So one recorded trajectory, with the stale distributions of every step, tells
@@ -16,67 +16,12 @@ from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.distributions import StaleStore
 from spot_batch.engine.drafting import Root, grow
 from spot_batch.engine.tree import ROOT, DraftTree, Key
+from spot_batch.lab.bench.recording import RecordedBlock, RecordedSample
 from spot_batch.models.device import CPU
-from spot_batch.records.results import Completion, VisitedState
-from spot_batch.records.sampling import Request
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedBlock:
-    """A block's commits in their order, and its states but for the last one."""
-
-    start: int
-    masked: tuple[bool, ...]
-    commits: Key
-    states: tuple[VisitedState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedSample:
-    """A sample as draft-free decoding wrote it; `num_commits` forwards of one commit each."""
-
-    request: Request
-    blocks: tuple[RecordedBlock, ...]
-    completion: Completion
-
-    @property
-    def num_commits(self) -> int:
-        return sum(len(block.commits) for block in self.blocks)
-
-
-def recorded_sample(request: Request, completion: Completion, width: int) -> RecordedSample:
-    """A sample from a completion that was recorded with every state.
-
-    A block of one commit has no recorded state: the first one where the prompt leaves one position
-    open, and the last one where its first commit ended the sample.
-    """
-    assert completion.trajectory is not None, "record every state"
-    prompt = len(request.prompt_ids)
-    first = prompt // width * width
-    states: dict[int, list[VisitedState]] = {}
-    for state in completion.trajectory.states:
-        states.setdefault(state.start, []).append(state)
-    blocks = [
-        RecordedBlock(
-            start=start,
-            masked=of_block[0].masked,
-            commits=tuple(zip(of_block[0].positions, of_block[0].tokens, strict=True)),
-            states=tuple(of_block),
-        )
-        for start, of_block in states.items()
-    ]
-    if first not in states:
-        masked = tuple(at >= prompt - first for at in range(width))
-        blocks.insert(0, RecordedBlock(first, masked, ((width - 1, -1),), ()))
-    missing = completion.num_draft_free_forwards - sum(len(block.commits) for block in blocks)
-    if missing:
-        assert missing == 1, f"{missing} commits are not recorded"
-        blocks.append(RecordedBlock(blocks[-1].start + width, (True,) * width, ((-1, -1),), ()))
-    return RecordedSample(request, tuple(blocks), completion)
 
 
 @dataclass(slots=True)
-class Replayed:
+class Needed:
     """What a drafter needed for a sample: `num_forwards`, of which `num_rooted` had a drafted tree
     with anything in it; `num_drafted` and `num_accepted` states; `num_right` trees whose best first
     guess was the position committed next."""
@@ -94,7 +39,7 @@ class _Cursor:
 
     sample: RecordedSample
     row: int
-    found: Replayed
+    found: Needed
     block: int = 0
     done: int = 0
     stale: int | None = None
@@ -131,7 +76,7 @@ class _Cursor:
         )
 
 
-def replay(
+def forwards_needed(
     samples: Sequence[RecordedSample],
     drafter: Drafter,
     *,
@@ -140,20 +85,20 @@ def replay(
     crossing: bool = True,
     in_flight: int = 64,
     device: torch.device = CPU,
-) -> list[Replayed]:
+) -> list[Needed]:
     """The forwards that a drafter would have needed for each sample, as the engine counts them.
 
     `device`: the drafter's.
     """
-    results: list[Replayed] = []
+    results: list[Needed] = []
     for at in range(0, len(samples), in_flight):
         some = samples[at : at + in_flight]
-        results += _replay(some, drafter, budget, gamma, crossing=crossing, device=device)
+        results += _count(some, drafter, budget, gamma, crossing=crossing, device=device)
     return results
 
 
 @torch.inference_mode()
-def _replay(
+def _count(
     samples: Sequence[RecordedSample],
     drafter: Drafter,
     budget: int,
@@ -161,11 +106,11 @@ def _replay(
     *,
     crossing: bool,
     device: torch.device,
-) -> list[Replayed]:
+) -> list[Needed]:
     width = len(samples[0].blocks[0].masked)
     entries = [len(s.ids) // width for one in samples for b in one.blocks for s in b.states]
     stale = StaleStore(len(samples), width, max(entries, default=1), device)
-    cursors = [_Cursor(sample, row, Replayed()) for row, sample in enumerate(samples)]
+    cursors = [_Cursor(sample, row, Needed()) for row, sample in enumerate(samples)]
     going = list(cursors)
     while going:
         rooted = [(cursor, cursor.root(crossing=crossing)) for cursor in going]

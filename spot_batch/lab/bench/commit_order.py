@@ -15,11 +15,10 @@ import torch
 
 from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
-from spot_batch.lab.bench.exact import params_of
+from spot_batch.lab.bench.forwards import forwards_needed
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.nfe import as_trajectories, future_of, record
-from spot_batch.lab.bench.questions import make_requests
-from spot_batch.lab.bench.replay import RecordedSample, replay
+from spot_batch.lab.bench.questions import make_requests, params_of
+from spot_batch.lab.bench.recording import RecordedSample, as_trajectories, future_of, record
 from spot_batch.lab.methods.graphs import fit_sharpness
 from spot_batch.lab.methods.oracles import OracleDrafter, OracleKind
 from spot_batch.learning.queries import make_examples
@@ -108,7 +107,7 @@ class OrderBenchmark:
         def recorded(cells: Sequence[OrderCell]) -> Iterator[CommitOrder]:
             for cell in cells:
                 params = params_of(
-                    info, temperature=cell.temperature, length=self.max_new_tokens, fixed=False
+                    info, temperature=cell.temperature, max_new_tokens=self.max_new_tokens
                 )
                 prompts = list(self.prompts[cell.task])
                 samples = record(target, make_requests(info, prompts, params, seed=cell.seed))
@@ -182,7 +181,7 @@ def worth_of_knowing(
     rows = []
     for budget in budgets:
         for kind, one in asked.items():
-            found = replay(samples, one, budget=budget, device=device)
+            found = forwards_needed(samples, one, budget=budget, device=device)
             ratio = base / sum(each.num_forwards for each in found)
             rows.append(OracleRow(knows=kind, budget=budget, nfe_ratio=ratio))
     return rows

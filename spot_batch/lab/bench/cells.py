@@ -1,4 +1,4 @@
-"""Cells of a benchmark: each measured once, kept in a folder, here or on a cluster."""
+"""Cells of a benchmark: each is measured once, here or on a cluster, and a folder can hold it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Spread(Protocol):
     ) -> AbstractContextManager[Iterator[Sequence[RowT]]]: ...
 
 
-class Kept(Generic[RowT]):
+class MeasuredCells(Generic[RowT]):
     """Measured rows by their cell, in the folder's `cells.jsonl` where one is given.
 
     The file's first line holds `facts`, what all its cells have in common; a row's line comes
@@ -138,20 +138,22 @@ def _shown(value: object) -> str:
 def run_cells(
     benchmark: Benchmark[CellT, RowT],
     groups: Sequence[Sequence[CellT]],
-    kept: Kept[RowT],
+    measured: MeasuredCells[RowT],
     *,
     spread: Spread | None = None,
     is_done: Callable[[CellT, RowT], bool] = lambda cell, row: True,
 ) -> Iterator[RowT]:
     """Measure what is missing, keep it, and yield each new row.
 
-    `is_done`: whether the kept row of a cell is all that is wanted. Nothing is opened where nothing
-    is missing.
+    `is_done`: whether the row that a cell has is all that is wanted. Nothing is opened where
+    nothing is missing.
     """
     missing = [
         left
         for group in groups
-        if (left := [c for c in group if c not in kept.rows or not is_done(c, kept.rows[c])])
+        if (
+            left := [c for c in group if c not in measured.rows or not is_done(c, measured.rows[c])]
+        )
     ]
     if not missing:
         return
@@ -159,13 +161,13 @@ def run_cells(
         measure = benchmark.open()
         for group in missing:
             for row in measure(group):
-                kept.add(row)
+                measured.add(row)
                 yield row
         return
     with spread(benchmark, missing) as found:
         for rows in found:
             for row in rows:
-                kept.add(row)
+                measured.add(row)
                 yield row
 
 

@@ -1,0 +1,1 @@
+"""`spot-batch bench`: measurements that anyone can run, a module a command."""
