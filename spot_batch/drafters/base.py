@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spot_batch.drafters.distributions import Candidates, Queries, StaleStore
 from spot_batch.models.device import to_host
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 NUM_EDGES = 6
 """Guesses made from one hypothetical state; the tree rarely has room for the less probable ones."""
@@ -41,7 +41,7 @@ class Drafter(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """What the target commits next at each hypothetical state."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spot_batch.noise import NO_STEP, gumbel
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 TOP_K = 32
 """Entries kept of each stale distribution."""
@@ -99,7 +99,7 @@ class Candidates:
     log_prob: Tensor
 
 
-def candidates(stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Candidates:
+def candidates(stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Candidates:
     """The token each masked position would be given if the stale distribution still held.
 
     Drafter and target share the noise, so the guess is right whenever the target's distribution
@@ -113,7 +113,7 @@ def candidates(stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Cand
     best = torch.zeros((*queries.status.shape, 2), dtype=torch.int64, device=log_prob.device)
     best[:, :, 1] = min(1, ids.shape[2] - 1)
     if bool(hot.any()):
-        best[hot] = _perturbed(tempered[hot], ids[hot], queries, hot, noise_key)
+        best[hot] = _perturbed(tempered[hot], ids[hot], queries, hot, noise_rule)
     own = tempered.gather(2, best[:, :, :1])
     rest = tempered.scatter(2, best[:, :, :1], -math.inf).logsumexp(dim=2)
     tail = tail_mass(log_prob).clamp_min(1e-30).log() / scale[:, :, 0]  # one more alternative
@@ -135,13 +135,13 @@ def tail_mass(log_prob: Tensor) -> Tensor:
 
 
 def _perturbed(
-    tempered: Tensor, ids: Tensor, queries: Queries, hot: Tensor, noise_key: NoiseKey
+    tempered: Tensor, ids: Tensor, queries: Queries, hot: Tensor, noise_rule: NoiseRule
 ) -> Tensor:
     """Indices of the two best perturbed among the top-32 of the `hot` queries: (h, W, 2)."""
     width = tempered.shape[1]
     position = queries.start[hot][:, None] + torch.arange(width, device=ids.device)
     step = queries.num_committed[hot]
-    if noise_key == "position":
+    if noise_rule == "position":
         step = torch.full_like(step, NO_STEP)
     noise = gumbel(
         queries.noise_key[hot][:, None, None],

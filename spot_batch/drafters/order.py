@@ -32,7 +32,7 @@ from spot_batch.drafters.distributions import (
     candidates,
     tail_mass,
 )
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 KIND = "order"
 _LOG_ODDS_SCALE = 8.0
@@ -206,10 +206,10 @@ class OrderDrafter:
         self._table = self.calibration.table(model.head.weight.device)
 
     @torch.inference_mode()
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """q(position | state) times the chance that the candidate token stands, and beside it the
         runner-up where it does not; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         staleness = queries.num_committed - stale.num_committed[queries.row]
         score, agreement = self.model(
             order_features(found, queries.status, staleness.float()), queries.status

@@ -87,7 +87,7 @@ def _expand(drafter: Drafter, stale: StaleStore, asked: Sequence[_Question]) -> 
     """Ask about one wave of hypothetical states, and choose the states of their trees anew."""
     queries = _queries([(each.root, each.key) for each in asked], stale.log_prob.device)
     # One rule a job: all samples in flight key their noise alike.
-    proposals = drafter.propose(stale, queries, asked[0].root.params.noise_key).on_host()
+    proposals = drafter.propose(stale, queries, asked[0].root.params.noise_rule).on_host()
     for each, weights, positions, tokens in zip(
         asked,
         proposals.weight.tolist(),

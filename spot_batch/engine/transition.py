@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spot_batch.models.device import onto
 from spot_batch.noise import GUMBEL_MAX, NO_STEP, at_once, gumbel, gumbel_rows
-from spot_batch.records.sampling import Confidence, NoiseKey, SamplingParams, Unmasking
+from spot_batch.records.sampling import Confidence, NoiseRule, SamplingParams, Unmasking
 
 _DENSE_VOCAB = 2048
 """Up to this vocabulary whole rows of noise cost less than finding out which entries need any."""
@@ -37,11 +37,11 @@ class Rule:
     unmasking: Unmasking
     threshold: float
     confidence: Confidence
-    noise_key: NoiseKey
+    noise_rule: NoiseRule
 
     @classmethod
     def of(cls, params: SamplingParams) -> Rule:
-        return cls(params.unmasking, params.threshold, params.confidence, params.noise_key)
+        return cls(params.unmasking, params.threshold, params.confidence, params.noise_rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ def log_odds_of(logits: Tensor, token: Tensor) -> Tensor:
     return own - logits.scatter(-1, index, -math.inf).logsumexp(dim=-1)
 
 
-def perturbed_noise_step(num_committed: Tensor, noise_key: NoiseKey) -> Tensor:
+def perturbed_noise_step(num_committed: Tensor, noise_rule: NoiseRule) -> Tensor:
     """The step word of the noise at states with so many commits."""
-    if noise_key == "position":
+    if noise_rule == "position":
         return torch.full_like(num_committed, NO_STEP)
     return num_committed
 
@@ -156,7 +156,7 @@ def _sample(logits: Tensor, states: States, rule: Rule) -> tuple[Tensor, Tensor]
     num_states, width, vocab_size = logits.shape
     device = logits.device
     position = states.start[:, None] + torch.arange(width)
-    step = perturbed_noise_step(states.num_committed, rule.noise_key)
+    step = perturbed_noise_step(states.num_committed, rule.noise_rule)
     row_index = torch.nonzero(states.masked.flatten()).squeeze(1)
     of_row, rows = states.take(row_index // width), onto(row_index, device)
     flat = logits.reshape(-1, vocab_size)[rows]

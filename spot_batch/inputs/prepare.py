@@ -207,7 +207,7 @@ def sampling_params(
         stop_ids=tuple(stop_ids),
         stop=given.stop,
         confidence=confidence if rule == "family" else rule,
-        noise_key=given.advanced.noise_key,
+        noise_rule=given.advanced.noise_key,
     )
 
 

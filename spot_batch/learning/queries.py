@@ -107,7 +107,7 @@ def status_after(part: Trajectories, depth: Tensor) -> Tensor:
 
 def ask(part: Trajectories, status: Tensor, depth: Tensor) -> tuple[Tensor, Candidates]:
     """Features and candidates of states with this (n, W) status, (n,) commits after recorded."""
-    found = candidates(_stale(part), _queries(part, status, depth), part.source.noise_key)
+    found = candidates(_stale(part), _queries(part, status, depth), part.source.noise_rule)
     return order_features(found, status, depth.float()), found
 
 
@@ -119,7 +119,7 @@ def most_confident(found: Candidates, status: Tensor) -> Tensor:
 def plainly_most_confident(part: Trajectories, status: Tensor, depth: Tensor) -> Tensor:
     """The same without the noise: (n,) the masked position of the most probable argmax."""
     cold = replace(_queries(part, status, depth), temperature=torch.zeros_like(part.temperature))
-    return most_confident(candidates(_stale(part), cold, part.source.noise_key), status)
+    return most_confident(candidates(_stale(part), cold, part.source.noise_rule), status)
 
 
 def _stale(part: Trajectories) -> StaleStore:

@@ -23,7 +23,7 @@ from spot_batch.drafters.distributions import TOP_K
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.mirror import folder_of
 from spot_batch.jobdir.scan import damaged, fault_of_parts
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Source:
     target: str
     weights: str
     block_length: int
-    noise_key: NoiseKey
+    noise_rule: NoiseRule
     jobs: tuple[str, ...]
 
 
@@ -133,8 +133,9 @@ def load_trajectories(paths: Sequence[Path | str]) -> Trajectories:
     jobs = [JobDirectory.open(folder_of(path)) for path in paths]
     sources = [_source(path, job) for path, job in zip(paths, jobs, strict=True)]
     for path, source in zip(paths, sources, strict=True):
-        for name in ("weights", "block_length", "noise_key"):
-            first, other = getattr(sources[0], name), getattr(source, name)
+        compared = {"weights": "weights", "block_length": "block_length", "noise_key": "noise_rule"}
+        for name, field in compared.items():  # people know them by the spec's keys
+            first, other = getattr(sources[0], field), getattr(source, field)
             if other != first:
                 raise ValueError(
                     f"{path}: recorded from another model than {paths[0]} "
@@ -169,7 +170,7 @@ def _source(path: Path | str, job: JobDirectory) -> Source:
         target=Path(job.spec.model.target.path).name,
         weights=str(job.fields["model.weights"]),
         block_length=cast(int, job.fields["model.block_length"]),
-        noise_key=job.spec.generation.advanced.noise_key,
+        noise_rule=job.spec.generation.advanced.noise_key,
         jobs=(job.fingerprint,),
     )
 

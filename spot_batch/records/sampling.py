@@ -14,7 +14,7 @@ from spot_batch.records.results import Begun
 Unmasking = Literal["single", "threshold"]
 StopAt = Literal["early", "block", "never"]
 Confidence = Literal["max", "sampled", "sampled_tempered", "sampled_filtered"]
-NoiseKey = Literal["position_step", "position"]
+NoiseRule = Literal["position_step", "position"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     confidence: Confidence = "sampled_tempered"
-    noise_key: NoiseKey = "position_step"
+    noise_rule: NoiseRule = "position_step"
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -307,7 +307,7 @@ def _gap(
         scores = scores / params.temperature + gumbel(
             states.noise_key.expand(2),
             position=torch.full((2,), prompt + there),
-            step=perturbed_noise_step(states.num_committed, rule.noise_key).expand(2),
+            step=perturbed_noise_step(states.num_committed, rule.noise_rule).expand(2),
             token=both,
         )
     return "token", float(scores[0] - scores[1])

@@ -76,7 +76,7 @@ def by_reference(logits: Tensor, states: States, rule: Rule, index: int) -> tupl
         unmasking=rule.unmasking,
         threshold=rule.threshold,
         confidence=rule.confidence,
-        noise_key=rule.noise_key,
+        noise_rule=rule.noise_rule,
     )
     commits, near_tie = reference.next_commits(
         logits[index].numpy(),
@@ -276,9 +276,9 @@ def test_what_stands_at_unmasked_positions_does_not_matter(
     assert bool(expected.commit.any(dim=1).all())
 
 
-@pytest.mark.parametrize("noise_key", ["position_step", "position"])
+@pytest.mark.parametrize("noise_rule", ["position_step", "position"])
 @pytest.mark.parametrize("confidence", RULES)
-def test_a_state_is_left_alike_alone_and_in_any_batch(confidence: Any, noise_key: Any) -> None:
+def test_a_state_is_left_alike_alone_and_in_any_batch(confidence: Any, noise_rule: Any) -> None:
     generator = torch.Generator().manual_seed(6)
     num, width, vocab_size = 24, 4, 300
     logits = 2 * torch.randn(num, width, vocab_size, generator=generator)
@@ -291,7 +291,7 @@ def test_a_state_is_left_alike_alone_and_in_any_batch(confidence: Any, noise_key
         top_p=torch.tensor([1.0, 0.9]).repeat(num // 2),
         top_k=torch.tensor([0, 0, 0, 5]).repeat(num // 4),
     )
-    rule = Rule("threshold", 0.3, confidence, noise_key)
+    rule = Rule("threshold", 0.3, confidence, noise_rule)
     whole = transition(logits, states, rule)
     order = torch.randperm(num, generator=generator)
     parts = [torch.tensor([at]) for at in range(num)] + [order, order[:7], order[7:]]
@@ -433,13 +433,13 @@ def test_noise_by_position_stays_while_noise_by_step_does_not() -> None:
     early = states_of(masked, temperature=torch.ones(num))
     late = replace(early, num_committed=torch.full((num,), 3))
     same = {
-        noise_key: (
-            transition(logits, early, Rule("single", 0.9, "max", noise_key)).token  # type: ignore[arg-type]
-            == transition(logits, late, Rule("single", 0.9, "max", noise_key)).token  # type: ignore[arg-type]
+        noise_rule: (
+            transition(logits, early, Rule("single", 0.9, "max", noise_rule)).token  # type: ignore[arg-type]
+            == transition(logits, late, Rule("single", 0.9, "max", noise_rule)).token  # type: ignore[arg-type]
         )
         .double()
         .mean()
-        for noise_key in ("position", "position_step")
+        for noise_rule in ("position", "position_step")
     }
     assert same["position"] == 1.0
     assert same["position_step"] < 0.3

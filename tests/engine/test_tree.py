@@ -14,7 +14,7 @@ from spot_batch.drafters.base import Proposals
 from spot_batch.drafters.distributions import Queries, StaleStore
 from spot_batch.engine.engine import EngineSettings
 from spot_batch.engine.tree import ROOT, DraftTree, Edge, Key
-from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
 from tests.exact.harness import decode_all
 from tests.exact.mock_target import IntegerTarget
 from tests.exact.reference import decode
@@ -244,7 +244,7 @@ class DrawnDrafter:
     def __init__(self, edges: list[tuple[int, int, float]], num_edges: int) -> None:
         self._edges, self._num_edges = itertools.cycle(edges), num_edges
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         drawn = [
             [next(self._edges) for _ in range(self._num_edges)] for _ in range(len(queries.row))
         ]

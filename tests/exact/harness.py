@@ -18,7 +18,7 @@ from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.stops import Decode
 from spot_batch.models.slots import Target
 from spot_batch.records.results import Completion, Trajectory
-from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
 from tests.exact.reference import Commits
 from tests.slots import NUM_LETTERS
 
@@ -37,7 +37,7 @@ class RandomDrafter:
         self._vocab_size, self._num_edges = vocab_size, num_edges
         self._generator = torch.Generator().manual_seed(seed)
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         num_queries, width = queries.status.shape
         shape = (num_queries, self._num_edges)
         weight = torch.rand(shape, generator=self._generator)
@@ -61,7 +61,7 @@ class OracleDrafter:
                     self._next[noise_key, start, num_committed] = commit
                     done[start] = num_committed + 1
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         following = self.following(queries)
         known = [(0, 0) if commit is None else commit for commit in following]
         position, token = torch.tensor(known).unbind(dim=1)
@@ -94,7 +94,7 @@ class AdversarialDrafter:
         self._vocab_size, self._mask_id = vocab_size, mask_id
         self._turn = 0
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         self._turn += 1
         width = queries.status.shape[1]
         edges = [

@@ -161,7 +161,7 @@ def next_commits(
     near: float,
 ) -> tuple[Commits, bool]:
     """What the target fixes next, and whether it was close."""
-    step = num_committed if params.noise_key == "position_step" else _WORD
+    step = num_committed if params.noise_rule == "position_step" else _WORD
     tokens: dict[int, int] = {}
     confidences: dict[int, float] = {}
     near_tie = False

@@ -234,7 +234,7 @@ def test_noise_by_position_has_the_law_of_fresh_noise_where_the_order_ignores_th
     filters: dict[str, Any], unmasking: str
 ) -> None:
     here = world(
-        3, 4, seed=1, confidence="max", noise_key="position", unmasking=unmasking, **filters
+        3, 4, seed=1, confidence="max", noise_rule="position", unmasking=unmasking, **filters
     )
     found = p_value(fresh_law(here), count(samples_by_transition(here, NUM_SAMPLES, seed=23)))
     assert found > ALPHA, f"p = {found:.2e}"
@@ -244,7 +244,7 @@ def test_noise_by_position_has_the_law_of_fresh_noise_where_the_order_ignores_th
 def test_noise_by_position_has_another_law_where_the_order_depends_on_the_draw(
     confidence: str,
 ) -> None:
-    here = world(3, 4, seed=1, confidence=confidence, noise_key="position", top_k=3)
+    here = world(3, 4, seed=1, confidence=confidence, noise_rule="position", top_k=3)
     found = p_value(fresh_law(here), count(samples_by_transition(here, NUM_SAMPLES, seed=29)))
     assert found < 1e-12, f"p = {found:.2e}: the test has no power"
 

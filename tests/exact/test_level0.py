@@ -122,7 +122,7 @@ def all_cases() -> tuple[Case, ...]:
         stop_at,
         stops,
     ) in enumerate(factors):
-        confidence, unmasking, noise_key = rule
+        confidence, unmasking, noise_rule = rule
         mask_id = 0 if mask_first else vocab - 1
         params = SamplingParams(
             max_new_tokens=1,
@@ -135,7 +135,7 @@ def all_cases() -> tuple[Case, ...]:
             stop_ids=tuple(rng.sample([t for t in range(vocab) if t != mask_id], stops)),
             stop=rng.choice(((), (), ("xb",), ("zc", "eyf", "g"))),
             confidence=confidence,
-            noise_key=noise_key,
+            noise_rule=noise_rule,
         )
         masks_in_prompts = rng.randrange(8) == 0
         requests = make_requests(
@@ -203,7 +203,7 @@ def make_requests(
                 top_k=rng.choice((0, 2, 5)),
                 stop_at=rng.choice(("early", "block", "never")),
                 unmasking=rng.choice(("single", "threshold")),
-                noise_key=rng.choice(("position_step", "position")),
+                noise_rule=rng.choice(("position_step", "position")),
             )
         requests.append(
             Request(
@@ -321,7 +321,7 @@ def test_the_cases_cover_the_product_of_the_settings() -> None:
         (
             request.params.confidence,
             request.params.unmasking,
-            request.params.noise_key,
+            request.params.noise_rule,
             request.params.temperature > 0,
         )
         for case in cases

@@ -26,7 +26,7 @@ from spot_batch.lab.bench.grids import SimulateGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests
 from spot_batch.models.slots import Hidden, Kept, PrefixCache, SlotBatch, Target
-from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
 
 _FIRST_ROUNDS = 8
 
@@ -201,10 +201,10 @@ class _Waves:
     def __init__(self, drafter: Drafter, recording: Recording) -> None:
         self._drafter, self._recording, self.name = drafter, recording, drafter.name
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         assert self._recording.latency is not None
         self._recording.clock_s += self._recording.latency.draft(len(queries.row))
-        return self._drafter.propose(stale, queries, noise_key)
+        return self._drafter.propose(stale, queries, noise_rule)
 
 
 def simulate(

@@ -31,7 +31,7 @@ from spot_batch.lab.bench.plain import FAMILY, PlainLoop
 from spot_batch.lab.bench.questions import make_requests
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch, Target
-from spot_batch.records.sampling import NoiseKey, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
 
 BASELINE = "none, fast"
 CANONICAL = "none, canonical"
@@ -200,9 +200,9 @@ class _TimedDrafter(_Timed):
         super().__init__(clock)
         self._drafter, self.name = drafter, drafter.name
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         begin_s = self.clock()
-        proposals = self._drafter.propose(stale, queries, noise_key)
+        proposals = self._drafter.propose(stale, queries, noise_rule)
         self.seconds += self.clock() - begin_s
         return proposals
 

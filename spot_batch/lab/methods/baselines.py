@@ -12,7 +12,7 @@ from torch import Tensor
 from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.distributions import MASKED, Candidates, Queries, StaleStore, candidates
 from spot_batch.noise import gumbel
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 _OTHER_KEY = 0x5EED_0F_0DD  # noise of its own: the sample's is not to tell what it will do
 
@@ -25,9 +25,9 @@ class ChainDrafter:
 
     name = "ssd"
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """The most confident position alone; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         weight = torch.zeros_like(found.log_odds)
         best = found.log_odds.masked_fill(queries.status != MASKED, -torch.inf).argmax(1)
         weight.scatter_(1, best[:, None], 1.0)
@@ -46,9 +46,9 @@ class ConfidenceTreeDrafter:
             raise ValueError(f"sharpness must be above 0, got {sharpness}")
         self.sharpness = sharpness
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """Weights by confidence; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         weight = confidence_shares(found, queries.status, self.sharpness)
         return best_edges(weight, found)
 
@@ -69,9 +69,9 @@ class RandomDrafter:
 
     name = "random"
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """Every masked position with a random weight; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         masked = queries.status == MASKED
         width = masked.shape[1]
         drawn = gumbel(

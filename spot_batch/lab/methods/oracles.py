@@ -15,7 +15,7 @@ from torch import Tensor
 from spot_batch.drafters.base import Proposals, best_edges
 from spot_batch.drafters.distributions import MASKED, Candidates, Queries, StaleStore, candidates
 from spot_batch.lab.methods.baselines import confidence_shares
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 Future = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
 """(noise key as int64, start of a block) -> its commits in their order: position, token."""
@@ -34,9 +34,9 @@ class OracleDrafter:
         self._future = future
         self.name = f"{kind}-oracle"
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """What is known to come, as far as it is known; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         order, tokens = self._known(queries)
         masked = queries.status == MASKED
         if self._kind == "token":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spot_batch.drafters.base import Proposals
 from spot_batch.drafters.distributions import MASKED, Candidates, Queries, StaleStore, candidates
-from spot_batch.records.sampling import NoiseKey
+from spot_batch.records.sampling import NoiseRule
 
 KIND = "spiffy"
 
@@ -202,9 +202,9 @@ class SpiffyDrafter:
         self.graph = graph
         self._rounds: dict[int, _Round] = {}
 
-    def propose(self, stale: StaleStore, queries: Queries, noise_key: NoiseKey) -> Proposals:
+    def propose(self, stale: StaleStore, queries: Queries, noise_rule: NoiseRule) -> Proposals:
         """The formulas of the graph that are one commit further; see `Drafter`."""
-        found = candidates(stale, queries, noise_key)
+        found = candidates(stale, queries, noise_rule)
         masked = queries.status == MASKED
         at_root = ~(queries.guessed >= 0).any(1)
         ranked = position_ranks(found, masked, self.graph.ranks).tolist()
