@@ -79,7 +79,7 @@ def words_at(address: Tensor) -> Tensor:
     return torch.stack(words, dim=1)
 
 
-class Rounds:
+class Philox:
     """The noise's words; `kernel` is `words_at`, compiled after so much work where that works."""
 
     def __init__(self, worth_compiling: int = _WORTH_COMPILING) -> None:
@@ -127,8 +127,8 @@ def _compiled(address: Tensor) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
-rounds = Rounds()
-"""Those of this process."""
+philox = Philox()
+"""That of this process."""
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def gumbel(key: Tensor, *, position: Tensor, step: Tensor, token: Tensor) -> Ten
     `key` holds 64 bits a sample, `position` is absolute, `step` counts the commits so far in the
     block (`NO_STEP` for noise that ignores them).
     """
-    words = rounds(token >> 2, position, step, key)
+    words = philox(token >> 2, position, step, key)
     lane = (token & 3).expand(words.shape[:-1])
     return gumbel_from_bits(words.gather(-1, lane.unsqueeze(-1)).squeeze(-1))
 
@@ -163,5 +163,5 @@ def gumbel_rows(
     """
     assert first % 4 == 0, f"one Philox call makes four tokens, not those from {first}"
     group = torch.arange(first // 4, (vocab_size + 3) // 4, device=key.device)
-    words = rounds(group, position[:, None], step[:, None], key[:, None])
+    words = philox(group, position[:, None], step[:, None], key[:, None])
     return gumbel_from_bits(words.flatten(1)[:, : vocab_size - first])

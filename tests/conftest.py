@@ -18,7 +18,7 @@ from spot_batch import noise
 torch.set_num_threads(1)
 
 # Nor is there time to compile in the middle of a test; those of the kernel do it where they say so.
-noise.rounds = noise.Rounds(worth_compiling=sys.maxsize)
+noise.philox = noise.Philox(worth_compiling=sys.maxsize)
 
 
 @pytest.fixture

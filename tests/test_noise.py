@@ -19,7 +19,7 @@ from spot_batch.engine.transition import perturbed_argmax
 from spot_batch.noise import (
     GUMBEL_MAX,
     NO_STEP,
-    Rounds,
+    Philox,
     at_once,
     gumbel,
     gumbel_from_bits,
@@ -73,19 +73,19 @@ def addresses(num: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Rounds:
-    """Rounds that are one kernel from their first call on."""
-    rounds = Rounds(worth_compiling=1)
-    rounds(*(torch.arange(9) for _ in range(4)))
-    if rounds.kernel is words_at:
+def compiled() -> Philox:
+    """Noise words that are one kernel from their first call on."""
+    philox = Philox(worth_compiling=1)
+    philox(*(torch.arange(9) for _ in range(4)))
+    if philox.kernel is words_at:
         pytest.skip("nothing can be compiled here")
-    return rounds
+    return philox
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_the_compiled_kernel_gives_the_known_answers(
-    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...], compiled: Rounds
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...], compiled: Philox
 ) -> None:
     address = torch.tensor([*counter, signed(key[0] + (key[1] << 32))])
     with torch.inference_mode():
@@ -94,7 +94,7 @@ def test_the_compiled_kernel_gives_the_known_answers(
 
 
 @pytest.mark.slow
-def test_compiled_and_eager_rounds_have_the_same_bits(compiled: Rounds) -> None:
+def test_compiled_and_eager_rounds_have_the_same_bits(compiled: Philox) -> None:
     with torch.inference_mode():
         address = addresses(1_200_000)
         assert torch.equal(compiled.kernel(address), words_at(address))
@@ -102,7 +102,7 @@ def test_compiled_and_eager_rounds_have_the_same_bits(compiled: Rounds) -> None:
 
 @pytest.mark.slow
 def test_compiled_noise_is_the_same_in_every_shape_and_compiled_once(
-    compiled: Rounds, monkeypatch: pytest.MonkeyPatch
+    compiled: Philox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     key = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator)
@@ -123,7 +123,7 @@ def test_compiled_noise_is_the_same_in_every_shape_and_compiled_once(
         return [*rows, *single, gumbel(key[:, None], token=tokens, **at), gumbel(key[3], **SCALAR)]
 
     expected = noise()
-    monkeypatch.setattr(noise_module, "rounds", compiled)
+    monkeypatch.setattr(noise_module, "philox", compiled)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for inference in (False, True):
             with torch.inference_mode(inference):
@@ -157,7 +157,7 @@ def test_noise_is_made_op_by_op_where_compiling_fails_and_says_so_once(
     address = {name: torch.arange(100) for name in ("position", "step", "token")}
     expected = gumbel(torch.arange(100), **address)
     monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(noise_module, "rounds", Rounds(worth_compiling=1))
+    monkeypatch.setattr(noise_module, "philox", Philox(worth_compiling=1))
     for _ in range(3):
         assert torch.equal(gumbel(torch.arange(100), **address), expected)
     assert len(caplog.messages) == 1
@@ -173,9 +173,9 @@ def test_rounds_are_compiled_after_as_much_work_as_compiling_is(
         return lambda address: (sizes.append(address.shape[1]), function(address))[1]
 
     monkeypatch.setattr(torch, "compile", compile_)
-    rounds = Rounds(worth_compiling=20_000)
+    philox = Philox(worth_compiling=20_000)
     for num in (1, 10, 9_000, 1, 12_000, 1, 7):  # the second of these counts as 8192
-        rounds(*(torch.arange(num) for _ in range(4)))
+        philox(*(torch.arange(num) for _ in range(4)))
     assert sizes == [12_000, 12_000, 7], "tried first, then used, but not for a single address"
 
 
