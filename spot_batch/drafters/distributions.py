@@ -47,17 +47,17 @@ class StaleStore:
 
     def put(self, rows: Tensor, logits: Tensor, masked: Tensor, num_committed: Tensor) -> None:
         """Remember (n, W, V) logits of states with these masks as the stale ones of `rows` (n,)."""
-        self.log_prob[rows], self.ids[rows] = top_log_probs(logits, masked, self.width)
+        self.log_prob[rows], self.ids[rows] = top_log_probs(logits, masked)
         self.num_committed[rows] = num_committed
 
 
-def top_log_probs(logits: Tensor, masked: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def top_log_probs(logits: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
     """(n, W, V) logits -> (n, W, K) log-probabilities and ids; -inf where not `masked` (n, W).
 
     Rounded to 16 bits as trajectories keep them: a drafter sees what it learned from, and a
     recorded trajectory replays every decision.
     """
-    top, ids = logits.topk(width, dim=2)
+    top, ids = logits.topk(min(TOP_K, logits.shape[2]), dim=2)
     log_prob = (top - logits.logsumexp(dim=2, keepdim=True)).half().float()
     return log_prob.masked_fill(~masked[:, :, None], -math.inf), ids
 

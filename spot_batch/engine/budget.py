@@ -41,7 +41,7 @@ _MOST_CALLS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class Workload:
     """A round before drafting: `num_roots` samples each move a step, in `num_slots` slots (theirs,
     prompts' and finished blocks') of `num_keys` keys on average; `noisy` is the share of samples
     with a temperature."""
@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Spending:
     """How many states of the pool, best first, and the steps a second that are expected of it."""
 
     num_states: int
@@ -105,14 +105,14 @@ class Prices:
     more in the same call; call_s: of one in a call of its own.
     """
 
-    load: Load
+    load: Workload
     forward_s: NDArray[np.float64]
     visits_s: float
     more_s: float
     call_s: float
 
     @classmethod
-    def of(cls, latency: LatencyTable, load: Load) -> Prices:
+    def of(cls, latency: LatencyTable, load: Workload) -> Prices:
         slots = load.num_slots + np.arange(load.num_roots * (MOST_SLOTS + 2) + 1, dtype=np.float64)
         once_s = latency.visit(load.num_roots, load.noisy)
         more_s = max(0.0, latency.visit(load.num_roots + 1, load.noisy) - once_s)
@@ -142,13 +142,13 @@ class Prices:
         return min(0.95, _SLACK * slope_s * self.rate)
 
 
-def best_choice(
+def best_spending(
     prices: Prices,
     masses: NDArray[np.float64],
     costs: NDArray[np.int64],
     *,
     drafting_s: float = 0.0,
-) -> Choice:
+) -> Spending:
     """argmax over n of (roots + mass of the first n) / seconds: every n is tried."""
     mass = np.zeros(len(masses) + 1)
     slots = np.zeros(len(costs) + 1, dtype=np.int64)
@@ -166,7 +166,7 @@ def best_choice(
     )
     rates = (prices.load.num_roots + mass) / seconds
     at = int(rates.argmax())
-    return Choice(at, float(rates[at]))
+    return Spending(at, float(rates[at]))
 
 
 @dataclass(slots=True)
@@ -200,9 +200,9 @@ class Budget:
     _all: _Evidence = field(default_factory=lambda: _Evidence(_WEIGHT_OF_PRIOR, _WEIGHT_OF_PRIOR))
     _of_row: dict[int, _Evidence] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
-    _looked_up: dict[Load, Prices] = field(default_factory=dict)
+    _looked_up: dict[Workload, Prices] = field(default_factory=dict)
 
-    def begin(self, load: Load) -> bool:
+    def begin(self, load: Workload) -> bool:
         """Whether to ask the drafter at all in this round."""
         if not self.is_on:
             self._until_probe -= 1
@@ -268,13 +268,13 @@ class Budget:
             self._spent_s = self.latency.draft(len(asked))
             return True
         found = pool(trees)
-        now = best_choice(prices, found.mass, found.cost, drafting_s=self._spent_s)
+        now = best_spending(prices, found.mass, found.cost, drafting_s=self._spent_s)
         wave_s = self.latency.draft(len(asked))
         hoped = self._child * np.array(asked)
         mass = np.concatenate((found.mass, hoped))
         cost = np.concatenate((found.cost, np.ones(len(hoped), dtype=np.int64)))
         order = np.argsort(-mass / cost, kind="stable")
-        then = best_choice(prices, mass[order], cost[order], drafting_s=self._spent_s + wave_s)
+        then = best_spending(prices, mass[order], cost[order], drafting_s=self._spent_s + wave_s)
         if then.rate <= now.rate:
             return False
         self._spent_s += wave_s
@@ -285,7 +285,7 @@ class Budget:
         prices = self._prices
         assert prices is not None, "begin comes first"
         found = pool(trees)
-        choice = best_choice(prices, found.mass, found.cost, drafting_s=self._spent_s)
+        choice = best_spending(prices, found.mass, found.cost, drafting_s=self._spent_s)
         chosen: list[list[Key]] = [[] for _ in trees]
         for index in range(choice.num_states):
             chosen[found.tree[index]].append(found.key[index])
@@ -306,7 +306,7 @@ class Budget:
             best = max(weight for _, weight in edges)
             self._child += _FORGET_ALL * 5 * (min(1.0, best) - self._child)
 
-    def _decide(self, load: Load, gain: float) -> None:
+    def _decide(self, load: Workload, gain: float) -> None:
         """Drafting as a whole, its own time included, gained so much over not drafting."""
         self._num_tried += 1
         # The mean at first, then of about the last eight rounds.
@@ -321,7 +321,7 @@ class Budget:
         else:
             self._rest(load)
 
-    def _rest(self, load: Load) -> None:
+    def _rest(self, load: Workload) -> None:
         """Leave the drafter alone for a while; a probe of several rounds comes less often."""
         self.is_on = False
         self._until_probe = _PROBE_EVERY * max(1, -(-_TRIAL_ROUNDS // load.num_roots))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.distributions import COMMITTED, MASKED, SINCE, Queries, StaleStore
+from spot_batch.engine.transition import noise_keys
 from spot_batch.engine.tree import DraftTree, Edge, Key
 from spot_batch.models.device import onto
 from spot_batch.records.sampling import SamplingParams
@@ -132,9 +132,3 @@ def _queries(asked: Sequence[tuple[Root, Key]], device: torch.device) -> Queries
         top_p=onto(torch.tensor([each.top_p for each in params]), device),
         top_k=onto(torch.tensor([each.top_k for each in params]), device),
     )
-
-
-def noise_keys(keys: Sequence[int]) -> Tensor:
-    """64-bit keys as int64, on the host."""
-    wrapped = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
-    return torch.tensor(wrapped, dtype=torch.int64)

@@ -64,6 +64,13 @@ def prefix_memory(
     return PrefixMemory(num_bytes=int(num_bytes), position_bytes=position_bytes)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; on a CPU the message of a RuntimeError tells."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(part in str(error) for part in ("not enough memory", "can't allocate memory"))
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of a device that nobody uses; of a CPU what this process may still take."""
     if device.type == "cuda":

@@ -8,6 +8,7 @@ and the lowest position, masked is a boolean, and the noise is addressed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from spot_batch.models.device import onto
 from spot_batch.noise import GUMBEL_MAX, NO_STEP, at_once, gumbel, gumbel_rows
-from spot_batch.records.sampling import Confidence, NoiseRule, SamplingParams, Unmasking
+from spot_batch.records.sampling import Confidence, NoiseRule, Request, SamplingParams, Unmasking
 
 _DENSE_VOCAB = 2048
 """Up to this vocabulary whole rows of noise cost less than finding out which entries need any."""
@@ -61,6 +62,27 @@ class States:
     top_p: Tensor
     top_k: Tensor
 
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        *,
+        masked: Tensor | Sequence[Sequence[bool]],
+        start: Tensor | Sequence[int],
+        num_committed: Tensor | Sequence[int],
+    ) -> States:
+        """The states that these samples are in."""
+        params = [request.params for request in requests]
+        return cls(
+            masked=torch.as_tensor(masked),
+            start=torch.as_tensor(start),
+            num_committed=torch.as_tensor(num_committed),
+            noise_key=noise_keys([request.noise_key for request in requests]),
+            temperature=torch.tensor([each.temperature for each in params]),
+            top_p=torch.tensor([each.top_p for each in params]),
+            top_k=torch.tensor([each.top_k for each in params]),
+        )
+
     def take(self, index: Tensor) -> States:
         """The states at `index` (int64 or bool)."""
         return States(
@@ -90,6 +112,12 @@ class Choice:
     def packed(self) -> Tensor:
         """(n, W) int64, twice the token and 1 where it is committed: one copy to the host."""
         return 2 * self.token + self.commit
+
+
+def noise_keys(keys: Sequence[int]) -> Tensor:
+    """64-bit keys as int64, on the host."""
+    wrapped = [key - (1 << 64) if key >= 1 << 63 else key for key in keys]
+    return torch.tensor(wrapped, dtype=torch.int64)
 
 
 def transition(logits: Tensor, states: States, rule: Rule) -> Choice:

@@ -17,7 +17,8 @@ from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer, resolve_m
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.engine.engine import Engine, EngineSettings
-from spot_batch.engine.latency import LatencyTable, measure_latency
+from spot_batch.engine.latency import LatencyTable
+from spot_batch.engine.measure import measure_latency
 from spot_batch.engine.memory import GIB, PrefixMemory, prefix_memory
 from spot_batch.inputs.prepare import RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader

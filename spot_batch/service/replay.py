@@ -285,15 +285,11 @@ def _gap(
     fixed = {prompt + place for place, (step, _) in enumerate(mine) if step < forward}
     masked = [place >= prompt and place not in fixed for place in range(start, start + width)]
     params = request.params
-    key = request.noise_key - (1 << 64) if request.noise_key >= 1 << 63 else request.noise_key
-    states = States(
-        masked=torch.tensor([masked]),
-        start=torch.tensor([start]),
-        num_committed=torch.tensor([sum(place >= start for place in fixed)]),
-        noise_key=torch.tensor([key]),
-        temperature=torch.tensor([params.temperature]),
-        top_p=torch.tensor([params.top_p]),
-        top_k=torch.tensor([params.top_k]),
+    states = States.of(
+        [request],
+        masked=[masked],
+        start=[start],
+        num_committed=[sum(place >= start for place in fixed)],
     )
     rule = Rule.of(params)
     choice = transition(logits, states, rule)

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_batch.engine.budget import Budget, Load, Prices, best_choice, pool
+from spot_batch.engine.budget import Budget, Prices, Workload, best_spending, pool
 from spot_batch.engine.engine import EngineSettings
-from spot_batch.engine.latency import LatencyTable, measure_latency
+from spot_batch.engine.latency import LatencyTable
+from spot_batch.engine.measure import measure_latency
 from spot_batch.engine.tree import ROOT, DraftTree, Edge
 from spot_batch.records.sampling import Unmasking
 from tests.exact.harness import decode_all, make_drafter, mixed_requests, same_sample, trace_of
@@ -46,8 +47,8 @@ def chain(*weights: float, num_masked: int = 8) -> DraftTree:
     return tree
 
 
-def load(num_roots: int) -> Load:
-    return Load(num_roots=num_roots, num_slots=num_roots, num_keys=128.0)
+def load(num_roots: int) -> Workload:
+    return Workload(num_roots=num_roots, num_slots=num_roots, num_keys=128.0)
 
 
 def test_an_idle_device_drafts_and_a_busy_one_does_not() -> None:
@@ -55,7 +56,8 @@ def test_an_idle_device_drafts_and_a_busy_one_does_not() -> None:
     for table, num_states in ((linear(1.0, 1e-6), 3), (linear(1e-6, 1.0), 0)):
         found = pool(trees)
         assert (
-            best_choice(Prices.of(table, load(1)), found.mass, found.cost).num_states == num_states
+            best_spending(Prices.of(table, load(1)), found.mass, found.cost).num_states
+            == num_states
         )
 
 
@@ -64,9 +66,9 @@ def test_the_curve_is_scanned_beyond_a_step() -> None:
     table = LatencyTable(slots=(2, 3, 6), num_keys=(1,), forward_s=((1.0, 1.8, 1.8),))
     masses, costs = np.full(4, 0.9), np.ones(4, dtype=np.int64)
     prices = Prices.of(table, load(2))
-    choice = best_choice(prices, masses, costs)
+    choice = best_spending(prices, masses, costs)
     assert choice.num_states == 4
-    assert best_choice(prices, masses[:1], costs[:1]).num_states == 0
+    assert best_spending(prices, masses[:1], costs[:1]).num_states == 0
 
 
 def test_the_pool_takes_the_best_of_all_samples_and_no_child_before_its_parent() -> None:
@@ -98,7 +100,7 @@ def test_no_other_prefix_of_the_pool_is_better(
 ) -> None:
     found = pool([chain(*of_one) for of_one in weights])
     now, table = load(max(1, len(weights))), linear(fixed, each)
-    best = best_choice(Prices.of(table, now), found.mass, found.cost)
+    best = best_spending(Prices.of(table, now), found.mass, found.cost)
     for number in range(len(found.mass) + 1):
         slots = now.num_slots + found.cost[:number].sum()
         rate = (now.num_roots + found.mass[:number].sum()) / table.forward(slots, 128.0)

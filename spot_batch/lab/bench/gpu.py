@@ -19,7 +19,8 @@ import transformers
 
 from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.checkpoints.shapes import tensor_shapes
-from spot_batch.engine.latency import LatencyTable, device_clock
+from spot_batch.engine.clock import device_clock
+from spot_batch.engine.latency import LatencyTable
 from spot_batch.lab.bench.loading import Models, device_name, find_models
 from spot_batch.lab.bench.throughput import BASELINE
 from spot_batch.models.block import dtype_on

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from spot_batch.engine.clock import device_clock
 from spot_batch.engine.engine import Engine, EngineSettings
-from spot_batch.engine.latency import LatencyTable, device_clock, measure_latency
+from spot_batch.engine.latency import LatencyTable
+from spot_batch.engine.measure import measure_latency
 from spot_batch.lab.bench.grids import OccupancyGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests

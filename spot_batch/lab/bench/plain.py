@@ -10,6 +10,7 @@ engine's own transition's, so at temperature 0 the tokens are the engine's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 from spot_batch.checkpoints.json_files import read_json
 from spot_batch.checkpoints.registry import ModelInfo
-from spot_batch.engine.drafting import noise_keys
 from spot_batch.engine.stops import find_end
 from spot_batch.engine.transition import Rule, States, transition
 from spot_batch.models.qwen3 import qwen3_config
@@ -120,13 +120,13 @@ class _Batch:
             prompt = torch.tensor(request.prompt_ids, device=device)
             self.ids[row, pad : pad + len(prompt)] = prompt
         self.open = self._open()
-        params = [request.params for request in requests]
-        self._noise_key = noise_keys([request.noise_key for request in requests])
-        self._temperature = torch.tensor([each.temperature for each in params])
-        self._top_p = torch.tensor([each.top_p for each in params])
-        self._top_k = torch.tensor([each.top_k for each in params])
         self._ended: list[int | None] = [None] * len(requests)
-        self._num_committed = torch.zeros(len(requests), dtype=torch.int64)
+        self._states = States.of(
+            requests,
+            masked=self.open,
+            start=self.start - self.padding.cpu(),
+            num_committed=[0] * len(requests),
+        )
 
     @property
     def is_done(self) -> bool:
@@ -147,20 +147,12 @@ class _Batch:
 
     def commit(self, logits: Tensor) -> None:
         """Write what the target fixes next in every sample whose block is not full."""
-        states = States(
-            masked=self.open,
-            start=self.start - self.padding.cpu(),
-            num_committed=self._num_committed,
-            noise_key=self._noise_key,
-            temperature=self._temperature,
-            top_p=self._top_p,
-            top_k=self._top_k,
-        )
+        states = replace(self._states, masked=self.open, start=self.start - self.padding.cpu())
         choice = transition(logits, states, self._rule)
         block = self.ids[:, self.start : self.start + self._width]
         block.copy_(torch.where(choice.commit, choice.token, block))
         commit = choice.commit.cpu()
-        self._num_committed += commit.sum(1)
+        self._states = replace(states, num_committed=states.num_committed + commit.sum(1))
         self.open = self.open & ~commit
 
     def next_block(self) -> None:
@@ -175,7 +167,9 @@ class _Batch:
                 self._ended[row] = None if end is None else end.num_tokens
         if not self.is_done:
             self.open = self._open()
-            self._num_committed.zero_()
+            self._states = replace(
+                self._states, num_committed=torch.zeros(len(self._requests), dtype=torch.int64)
+            )
 
     def tokens(self) -> list[tuple[int, ...]]:
         """What each sample has written, up to its end."""

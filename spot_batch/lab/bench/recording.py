@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from spot_batch.checkpoints.registry import ModelInfo
-from spot_batch.engine.drafting import noise_keys
 from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.transition import noise_keys
 from spot_batch.engine.tree import Key
 from spot_batch.lab.methods.oracles import Future
 from spot_batch.learning.trajectories import Source, Trajectories
@@ -120,7 +120,7 @@ def as_trajectories(samples: Sequence[RecordedSample], info: ModelInfo) -> Traje
             target=info.name,
             weights=info.weight_hash,
             block_length=width,
-            noise_key=params[0].noise_key,
+            noise_rule=params[0].noise_rule,
             jobs=(),
         ),
     )

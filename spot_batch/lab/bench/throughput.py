@@ -23,8 +23,10 @@ from torch import Tensor
 from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.distributions import Queries, StaleStore
+from spot_batch.engine.clock import device_clock
 from spot_batch.engine.engine import Engine, EngineSettings
-from spot_batch.engine.latency import LatencyTable, device_clock, measure_latency
+from spot_batch.engine.latency import LatencyTable
+from spot_batch.engine.measure import measure_latency
 from spot_batch.lab.bench.grids import ThroughputGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.plain import FAMILY, PlainLoop

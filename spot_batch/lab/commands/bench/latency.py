@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @benchmark(LatencyGrid, keeps=False, spreads=False)
 def latency(run: Run[LatencyGrid]) -> int:
     """Measure what forwards, drafts and visited states cost on this device."""
-    from spot_batch.engine.latency import measure_latency
+    from spot_batch.engine.measure import measure_latency
     from spot_batch.lab.bench.loading import find_models
 
     grid = run.grid
