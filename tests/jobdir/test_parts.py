@@ -583,7 +583,7 @@ def test_a_killed_process_leaves_whole_files_or_none(tmp_path: Path, delay_s: fl
     command = [sys.executable, "-c", KILLED, str(job.root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        assert process.stdout.readline() == b"ready\n"
         time.sleep(delay_s)
         process.kill()
     missing = [each for gap in scan(job).data.gaps(300) for each in gap]
