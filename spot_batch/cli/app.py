@@ -109,7 +109,10 @@ def submit(
             "name": name,
         },
     )
-    return running.submit(loaded, out, as_json=as_json, dry_run=dry_run, save_spec=save_spec)
+    if dry_run:
+        return running.show_dry_run(loaded, out, as_json=as_json, save_spec=save_spec)
+    asked = running.new_job(loaded, out, save_spec=save_spec)
+    return running.run_or_follow(asked, as_json=as_json)
 
 
 @app.command()
@@ -127,7 +130,7 @@ def demo(
     packaged = str(specs.folder() / "quickstart.yaml")
     values: dict[str, object] = {"output.path": output, "resources.actors": actors}
     loaded, out = compose(packaged, inputs=None, sets=None, values=values)
-    return running.submit(loaded, out, as_json=as_json)
+    return running.run_or_follow(running.new_job(loaded, out), as_json=as_json)
 
 
 @app.command()
@@ -137,7 +140,7 @@ def resume(out: Out, as_json: Json = False) -> int:
     from spot_batch.cli import running
     from spot_batch.jobdir.mirror import folder_of
 
-    return running.resume(folder_of(out), as_json=as_json)
+    return running.run_or_follow(running.begun_job(folder_of(out)), as_json=as_json)
 
 
 @app.command()
@@ -152,7 +155,8 @@ def retry(
     from spot_batch.jobdir.mirror import folder_of
 
     codes = [each.strip() for each in code.split(",") if each.strip()]
-    return running.retry(folder_of(out), codes, as_json=as_json)
+    asked = running.retried_job(folder_of(out), codes)
+    return running.run_or_follow(asked, as_json=as_json)
 
 
 @app.command()

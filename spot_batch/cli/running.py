@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from spot_batch.cli.job_screen import (
@@ -37,42 +38,103 @@ from spot_batch.terminal.screen import Screen
 FOLLOW_S = 0.5
 
 
-def submit(
-    spec: JobSpec,
-    out: Path,
-    *,
-    as_json: bool = False,
-    dry_run: bool = False,
-    save_spec: Path | None = None,
-) -> int:
-    """Run a job in this process, resume it, or follow the process that runs it already."""
-    screen = Screen(to_stderr=as_json)
-    if spec.output.path is not None and is_url(spec.output.path) and not dry_run:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCommand:
+    """What a command asks to be run: a directory, how its job is planned, and how it is begun once
+    this process holds the directory's lock."""
+
+    directory: JobDirectory
+    plan: Callable[[Screen], JobPlan]
+    begin: Callable[[Screen, JobPlan], JobDirectory]
+
+
+def new_job(spec: JobSpec, out: Path, *, save_spec: Path | None = None) -> JobCommand:
+    """A job by its spec: begun in `out`, or gone on with there where it is the same."""
+    if spec.output.path is not None and is_url(spec.output.path):
         folder_of(spec.output.path)
     directory = JobDirectory(out)
+    _check_output(spec, directory)
+
+    def plan(screen: Screen) -> JobPlan:
+        directory.check_usable()
+        planned = plan_job(spec, out, report=LoadLines(screen))
+        _show_planned(screen, planned, out, save_spec)
+        return planned
+
+    def begin(screen: Screen, plan: JobPlan) -> JobDirectory:
+        del screen
+        return directory.create_or_open(
+            plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+        )
+
+    return JobCommand(directory=directory, plan=plan, begin=begin)
+
+
+def begun_job(out: Path) -> JobCommand:
+    """The job in a directory, to go on with; nothing but the directory is needed."""
+    job = JobDirectory.open(out)
+
+    def plan(screen: Screen) -> JobPlan:
+        planned = plan_of(job, report=LoadLines(screen))
+        show_plan(screen, planned, out)
+        return planned
+
+    return JobCommand(directory=job, plan=plan, begin=lambda screen, plan: job)
+
+
+def retried_job(out: Path, codes: Sequence[str]) -> JobCommand:
+    """A complete job whose error rows are made again; its parts are republished whole."""
+    job = JobDirectory.open(out)
+    retried_parts(job, codes)  # what cannot be is said before anything is started
+
+    def begin(screen: Screen, plan: JobPlan) -> JobDirectory:
+        del plan
+        screen.line(f"{begin_retry(job, codes):,} error rows are made again")
+        return job
+
+    return JobCommand(directory=job, plan=lambda screen: plan_of(job), begin=begin)
+
+
+def show_dry_run(
+    spec: JobSpec, out: Path, *, save_spec: Path | None = None, as_json: bool = False
+) -> int:
+    """What a job would be; nothing is started or left behind."""
+    screen = Screen(to_stderr=as_json)
+    _check_output(spec, JobDirectory(out))
+    with tempfile.TemporaryDirectory() as kept:
+        plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
+        _show_planned(screen, plan, out, save_spec)
+    screen.line("dry run: nothing was started")
+    if as_json:
+        head = {"out": spec.output.path or str(out), "fingerprint": plan.fingerprint}
+        print(json.dumps({**head, **plan.fields}))
+    return Exit.COMPLETE
+
+
+def run_or_follow(asked: JobCommand, *, as_json: bool = False) -> int:
+    """Run a job in this process to its end, or follow the process that runs it already."""
+    screen = Screen(to_stderr=as_json)
+    with asked.directory.as_it_was_if_refused():
+        plan = asked.plan(screen)
+        show_commands(screen, asked.directory.root)
+        while True:
+            try:
+                with acquire_driver_lease(asked.directory) as lock:
+                    job = asked.begin(screen, plan)
+                    with JobScreen(screen, job) as progress, mirrored(job.root):
+                        result = run_job(job, plan.facts, progress, lock=lock)
+                return _say_end(screen, job, result, progress.last, as_json=as_json)
+            except DriverAlive as alive:
+                exit_code = _attend(screen, asked.directory, plan, alive, as_json=as_json)
+                if exit_code is not None:
+                    return exit_code
+                screen.line("its driver is gone: going on with the job here")
+
+
+def _check_output(spec: JobSpec, directory: JobDirectory) -> None:
     file = spec.output.file
     if file is not None and file.exists() and not directory.exists:
         raise OutputError(f"{file}: is there already; give another output")
-    if dry_run:
-        with tempfile.TemporaryDirectory() as kept:
-            plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
-            _show_planned(screen, plan, out, save_spec)
-        screen.line("dry run: nothing was started")
-        if as_json:
-            head = {"out": spec.output.path or str(out), "fingerprint": plan.fingerprint}
-            print(json.dumps({**head, **plan.fields}))
-        return Exit.COMPLETE
-    with directory.as_it_was_if_refused():
-        directory.check_usable()
-        plan = plan_job(spec, out, report=LoadLines(screen))
-        _show_planned(screen, plan, out, save_spec)
-
-        def begin() -> JobDirectory:
-            return directory.create_or_open(
-                plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
-            )
-
-        return _run_or_follow(screen, directory, plan, begin, as_json=as_json)
 
 
 def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | None) -> None:
@@ -89,61 +151,24 @@ def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | No
     show_plan(screen, plan, out)
 
 
-def resume(out: Path, *, as_json: bool = False) -> int:
-    """Go on with the job in a directory; nothing but the directory is needed."""
-    screen = Screen(to_stderr=as_json)
-    job = JobDirectory.open(out)
-    plan = plan_of(job, report=LoadLines(screen))
-    show_plan(screen, plan, out)
-    return _run_or_follow(screen, job, plan, lambda: job, as_json=as_json)
-
-
-def retry(out: Path, codes: Sequence[str], *, as_json: bool = False) -> int:
-    """Make the error rows of a complete job again; its parts are republished whole."""
-    screen = Screen(to_stderr=as_json)
-    job = JobDirectory.open(out)
-    retried_parts(job, codes)  # what cannot be is said before anything is started
-    plan = plan_of(job)
-
-    def begin() -> JobDirectory:
-        screen.line(f"{begin_retry(job, codes):,} error rows are made again")
-        return job
-
-    return _run_or_follow(screen, job, plan, begin, as_json=as_json)
-
-
-def _run_or_follow(
-    screen: Screen,
-    directory: JobDirectory,
-    plan: JobPlan,
-    begin: Callable[[], JobDirectory],
-    *,
-    as_json: bool,
-) -> int:
-    show_commands(screen, directory.root)
-    while True:
-        try:
-            with acquire_driver_lease(directory) as lock:
-                job = begin()
-                with JobScreen(screen, job) as progress, mirrored(job.root):
-                    result = run_job(job, plan.facts, progress, lock=lock)
-            return _say_end(screen, job, result, progress.last, as_json=as_json)
-        except DriverAlive as alive:
-            mirror = Mirror.of(directory.root)
-            if mirror is not None and not is_driven_from(mirror):  # what it does is not seen here
-                raise OutputError(f"{alive}: let it end there, or stop it") from None
-            _check_same(directory, plan)
-            screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
-            try:
-                heartbeat = _follow(screen, directory)
-            except KeyboardInterrupt:
-                screen.line("it goes on without this command")
-                return Exit.RESUMABLE
-            _check_same(directory, plan)  # it may not have said what it is when following began
-            if heartbeat is None:
-                screen.line("its driver is gone: going on with the job here")
-                continue
-            return _say_followed(screen, directory, heartbeat, as_json=as_json)
+def _attend(
+    screen: Screen, directory: JobDirectory, plan: JobPlan, alive: DriverAlive, *, as_json: bool
+) -> int | None:
+    """Follow the job's driver: the exit code that it ends with, None where it dies without one."""
+    mirror = Mirror.of(directory.root)
+    if mirror is not None and not is_driven_from(mirror):  # what it does is not seen here
+        raise OutputError(f"{alive}: let it end there, or stop it") from None
+    _check_same(directory, plan)
+    screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
+    try:
+        heartbeat = _follow(screen, directory)
+    except KeyboardInterrupt:
+        screen.line("it goes on without this command")
+        return Exit.RESUMABLE
+    _check_same(directory, plan)  # it may not have said what it is when following began
+    if heartbeat is None:
+        return None
+    return _say_followed(screen, directory, heartbeat, as_json=as_json)
 
 
 def _check_same(directory: JobDirectory, plan: JobPlan) -> None:

@@ -82,7 +82,7 @@ def trajectories(
         f"before compression; a thousand samples: {num_bytes / 1e6:,.2f} GB",
         err=True,
     )
-    return running.submit(loaded, out, as_json=as_json)
+    return running.run_or_follow(running.new_job(loaded, out), as_json=as_json)
 
 
 @train.command("drafter")
