@@ -1,6 +1,8 @@
 # Every target makes its own .venv, from nothing; Python 3.11 is all that must be there.
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 BIN := .venv/bin
+# Two processes share the tests; those that start a Ray stay in one (tests/conftest.py).
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 
 .PHONY: setup quickstart check test test-all test-gpu format wheel clean
 
@@ -20,13 +22,13 @@ check: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-# The core of each area: at most 12 minutes on two cores.
+# The core of each area: at most 7 minutes on two cores.
 test: check
-	$(BIN)/pytest -m "not slow and not gpu and not chaos"
+	$(PYTEST) -m "not slow and not gpu and not chaos"
 
 # The rest; pytest's 5 is "none collected".
 test-all: setup
-	$(BIN)/pytest -m "(slow or chaos) and not gpu" || [ $$? -eq 5 ]
+	$(PYTEST) -m "(slow or chaos) and not gpu" || [ $$? -eq 5 ]
 
 test-gpu: setup
 	$(BIN)/pytest -m gpu

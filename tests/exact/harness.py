@@ -1,9 +1,8 @@
-"""What the exactness tests share: drafters of every temper, an engine run to its end, a tally."""
+"""What the exactness tests share: drafters of every temper, an engine run to its end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
 
 import torch
@@ -251,26 +250,6 @@ def same_trajectory(ours: Trajectory | None, theirs: Trajectory | None) -> bool:
         and a.ids.tobytes() == b.ids.tobytes()
         for a, b in zip(ours.states, theirs.states, strict=True)
     )
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sequences compared in a session of tests, those that differed, and what else to say."""
-
-    num_compared: int = 0
-    differing: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, *, same: bool, what: object) -> None:
-        """Count one comparison."""
-        self.num_compared += 1
-        if not same:
-            self.differing.append(str(what))
-
-    def note(self, line: str) -> None:
-        """A line for the end of the session."""
-        if line not in self.notes:
-            self.notes.append(line)
 
 
 def bits_equal(left: Tensor, right: Tensor) -> bool:

@@ -14,7 +14,8 @@ from spot_batch.lab.bench.questions import make_requests, read_questions
 from spot_batch.models.block import BlockTarget, load_target
 from spot_batch.records.results import Completion
 from spot_batch.records.sampling import Request, SamplingParams
-from tests.exact.harness import Tally, decode_all, same_sample
+from tests.exact.harness import decode_all, same_sample
+from tests.tally import Tally
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

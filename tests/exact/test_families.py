@@ -23,7 +23,6 @@ from spot_batch.models.slots import SlotBatch
 from tests.exact.harness import (
     OracleDrafter,
     RandomDrafter,
-    Tally,
     bits_equal,
     decode_all,
     mixed_requests,
@@ -32,6 +31,7 @@ from tests.exact.harness import (
 )
 from tests.families import write_checkpoint
 from tests.slots import clean_slots, joined, letters, seeded, slots_of
+from tests.tally import Tally
 
 pytestmark = pytest.mark.exact
 

@@ -25,8 +25,9 @@ from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import EngineSettings
 from spot_batch.engine.transition import Rule, States, transition
 from spot_batch.records.sampling import Request, SamplingParams
-from tests.exact.harness import RandomDrafter, Tally, decode_all
+from tests.exact.harness import RandomDrafter, decode_all
 from tests.exact.mock_target import IntegerTarget
+from tests.tally import Tally
 
 pytestmark = [
     pytest.mark.exact,

@@ -23,7 +23,6 @@ from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import (
     DRAFTERS,
     OracleDrafter,
-    Tally,
     Trace,
     decode_all,
     make_drafter,
@@ -31,6 +30,7 @@ from tests.exact.harness import (
 )
 from tests.exact.mock_target import IntegerTarget
 from tests.exact.reference import Decoded, decode
+from tests.tally import Tally
 
 pytestmark = [pytest.mark.exact, pytest.mark.usefixtures("one_thread")]
 

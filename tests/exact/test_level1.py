@@ -28,7 +28,6 @@ from spot_batch.models.slots import Hidden, SlotBatch
 from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import (
     OracleDrafter,
-    Tally,
     bits_equal,
     decode_all,
     mixed_requests,
@@ -38,6 +37,7 @@ from tests.exact.harness import (
 from tests.exact.reference import decode
 from tests.families import write_checkpoint
 from tests.slots import NUM_LETTERS, canvas, chain, clean_slots, joined, letters, seeded, slots_of
+from tests.tally import Tally
 from tests.tiny_models import attend, plain_model, write_target
 
 pytestmark = pytest.mark.exact

@@ -16,9 +16,10 @@ from torch import Tensor
 from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.models.block import BlockTarget, load_target
 from spot_batch.models.tiles import SlotActivation
-from tests.exact.harness import Tally, bits_equal
+from tests.exact.harness import bits_equal
 from tests.families import write_checkpoint
 from tests.slots import joined, letters, seeded, slots_of
+from tests.tally import Tally
 
 pytestmark = pytest.mark.exact
 
