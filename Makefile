@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two processes share the tests; those that start a Ray stay in one (tests/conftest.py).
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: setup quickstart check test test-all test-gpu format wheel clean
+.PHONY: setup quickstart check measure test test-all test-gpu format wheel clean
 
 setup: .venv/installed
 
@@ -21,6 +21,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+	-$(BIN)/python .ci/measure.py
+
+# How long, how deep and how often the same: the code's own shape, in numbers.
+measure: setup
+	$(BIN)/python .ci/measure.py
 
 # The core of each area: at most 7 minutes on two cores.
 test: check
