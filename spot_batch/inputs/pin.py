@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spot_batch.inputs.copies import Origin
 from spot_batch.inputs.errors import InputError
 from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.requests import looks_like_requests
+from spot_batch.inputs.row_copy import GIB, copy_rows, num_copied_bytes
 from spot_batch.inputs.sources import SourceFile, find_files
 from spot_batch.inputs.table_files import TableScan, scan_table
 from spot_batch.inputs.template import PromptTemplate
-from spot_batch.inputs.text_files import CHUNK_ROWS, LINES, SchemaOfTexts, scan_text
+from spot_batch.inputs.text_files import LINES, SchemaOfTexts, scan_text
 from spot_batch.inputs.types import filled_type, is_messages, is_text
+from spot_batch.inputs.unchanged import digest_of_file, used_bytes_of
 from spot_batch.job.reading import check_spec
 from spot_batch.job.spec import JobSpec
-from spot_batch.records.input import InputChunk, InputFile, PinnedInput, PromptKind
+from spot_batch.records.input import CHUNK_ROWS, InputChunk, InputFile, PinnedInput, PromptKind
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +34,40 @@ _TABLES = frozenset({"parquet", "arrow"})
 _SHOWN_FAULTS = 5
 
 
-def pin_input(spec: JobSpec, *, hub_dir: Path | None = None) -> PinnedInput:
+def pin_input(
+    spec: JobSpec, *, hub_dir: Path | None = None, is_copied: bool = False
+) -> PinnedInput:
     """The input frozen: files with digests, rows, schema, prompt column. Raises InputError.
 
     Text formats are read to the end (or to `limit`): the schema is that of all their rows, and
     rows that cannot be used are counted, to become error rows. A hub dataset or a saved dataset
     is written once into `hub_dir` as Parquet (the job directory's `hub_input`); what is
     compressed or remote is unpacked or copied there.
+
+    With `is_copied` the rows themselves are copied there, up to `copy_limit_gib` of them, and what
+    was unpacked or fetched goes again; a dataset that was written there needs no copy.
     """
     files = find_files(spec.input, hub_dir=hub_dir)
     scan = _scan_tables if files[0].format in _TABLES else _scan_texts
     pinned = scan(spec, files)
-    schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
-    _check_unique_ids(pinned, schema)
+    if is_copied:
+        assert hub_dir is not None, "a copy of the rows wants a folder"
+        is_ours = all(
+            Path(each.path).parent == hub_dir and not each.origin for each in pinned.files
+        )
+        if not is_ours and num_copied_bytes(pinned) <= spec.input.copy_limit_gib * GIB:
+            pinned = copy_rows(pinned, hub_dir)
+    _check_unique_ids(pinned)
+    if pinned.copy:
+        drop_sources(pinned)
     return pinned
+
+
+def drop_sources(pinned: PinnedInput) -> None:
+    """Remove what was unpacked or fetched of an input whose rows have been copied."""
+    for file in pinned.files:
+        if file.origin:
+            Path(file.path).unlink(missing_ok=True)
 
 
 def recognised(spec: JobSpec, *, hub_dir: Path | None = None) -> JobSpec:
@@ -69,38 +88,6 @@ def recognised(spec: JobSpec, *, hub_dir: Path | None = None) -> JobSpec:
     tree = spec.model_dump()
     tree["input"]["format"] = "openai-batch"
     return check_spec(tree)
-
-
-def check_unchanged(pinned: PinnedInput) -> None:
-    """Raises InputError when a pinned file is gone or holds other bytes than it did."""
-    for number, file in enumerate(pinned.files):
-        num_bytes = _used_bytes(file.format, [c for c in pinned.chunks if c.file == number])
-        if file.origin:
-            _check_origin(file, num_bytes)
-        path = Path(file.path)
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            raise InputError(f"{path}: gone since the job was submitted") from None
-        if (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns):
-            continue
-        if file.digest.startswith("hub:"):
-            continue
-        if _digest(path, num_bytes) != file.digest:
-            raise InputError(
-                f"{path}: changed since the job was submitted "
-                f"({file.size} bytes then, {stat.st_size} now)"
-            )
-
-
-def _check_origin(file: InputFile, num_bytes: int | None) -> None:
-    """InputError where what a file was kept from is gone, or holds other bytes now."""
-    now = Origin.of(file.origin)
-    if now.mark == file.origin_mark:
-        return
-    with now.open() as stream:
-        if _digest_of(stream, num_bytes) != file.digest:
-            raise InputError(f"{file.origin}: changed since the job was submitted")
 
 
 # -- scanning --------------------------------------------------------------------------------------
@@ -263,39 +250,18 @@ def _pinned_file(
     source: SourceFile, chunks: Sequence[InputChunk], first_row: int, num_rows: int
 ) -> InputFile:
     stat = source.path.stat()
-    num_bytes = _used_bytes(source.format, chunks)
+    num_bytes = used_bytes_of(source.format, chunks)
     return InputFile(
         path=str(source.path),
         format=source.format,
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        digest=source.digest or _digest(source.path, num_bytes),
+        digest=source.digest or digest_of_file(source.path, num_bytes),
         first_row=first_row,
         num_rows=num_rows,
         origin=source.origin.name if source.origin is not None else "",
         origin_mark=source.origin.mark if source.origin is not None else "",
     )
-
-
-def _used_bytes(kind: str, chunks: Sequence[InputChunk]) -> int | None:
-    """How much of a file the job reads: JSON lines to the last row it takes, others wholly."""
-    if kind not in LINES:
-        return None
-    return max((chunk.offset + chunk.num_bytes for chunk in chunks), default=0)
-
-
-def _digest(path: Path, num_bytes: int | None) -> str:
-    with path.open("rb") as file:
-        return _digest_of(file, num_bytes)
-
-
-def _digest_of(file: IO[bytes], num_bytes: int | None) -> str:
-    digest = hashlib.sha256()
-    left = sys.maxsize if num_bytes is None else num_bytes
-    while left > 0 and (block := file.read(min(left, 1 << 20))):
-        digest.update(block)
-        left -= len(block)
-    return digest.hexdigest()
 
 
 def _place(path: Path, line: int, row: int) -> str:
@@ -447,12 +413,13 @@ def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str
 # -- ids -------------------------------------------------------------------------------------------
 
 
-def _check_unique_ids(pinned: PinnedInput, schema: pa.Schema) -> None:
+def _check_unique_ids(pinned: PinnedInput) -> None:
     """InputError naming both rows where a custom_id stands twice. Keeps 16 bytes a row.
 
     Rows with a fault count too, where their id can be read: they become error rows of that id.
     """
     column = pinned.custom_id_column
+    schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
     if column is None or pa.types.is_null(schema.field(column).type):
         return
     reader = InputReader(pinned, columns=[column])

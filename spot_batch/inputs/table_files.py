@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 
 from spot_batch.inputs.errors import InputError
 from spot_batch.inputs.types import plain_column, plain_type
-from spot_batch.records.input import InputChunk
+from spot_batch.records.input import CHUNK_ROWS, InputChunk
 
 _ARROW_FILE_MAGIC = b"ARROW1"
 
@@ -31,8 +33,8 @@ def scan_table(path: Path, kind: str) -> TableScan:
                     file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
                 ]
                 return TableScan(_plain_schema(path, file.schema_arrow), groups)
-        batches = arrow_batches(path)
-        return TableScan(_plain_schema(path, _arrow_schema(path)), [b.num_rows for b in batches])
+        rows = [batch.num_rows for batch in _arrow_batches(path)]
+        return TableScan(_plain_schema(path, _arrow_schema(path)), rows)
     except pa.ArrowInvalid as error:
         noun = "a Parquet" if kind == "parquet" else "an Arrow"
         raise InputError(f"{path}: not {noun} file: {str(error)[:200]}") from None
@@ -43,11 +45,26 @@ def read_table(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> p
     assert len(schema), "a table is read for at least one column"
     if kind == "parquet":
         with pq.ParquetFile(path) as file:
-            present = [name for name in schema.names if name in file.schema_arrow.names]
-            table = file.read_row_group(chunk.offset, columns=present, use_threads=False)
+            names = _present(file, schema)
+            table = file.read_row_group(chunk.offset, columns=names, use_threads=False)
     else:
-        table = pa.Table.from_batches([arrow_batches(path)[chunk.offset]])
-    table = table.slice(0, chunk.num_rows)
+        table = pa.Table.from_batches([_arrow_batch(path, chunk.offset)])
+    return _in_schema(table.slice(0, chunk.num_rows), schema)
+
+
+def stream_table(path: Path, kind: str, schema: pa.Schema, *, num_rows: int) -> Iterator[pa.Table]:
+    """The first `num_rows` rows in the pinned schema, CHUNK_ROWS at most at a time."""
+    left = num_rows
+    for batch in _parquet_batches(path, schema) if kind == "parquet" else _arrow_batches(path):
+        for start in range(0, min(left, batch.num_rows), CHUNK_ROWS):
+            some = batch.slice(start, min(CHUNK_ROWS, left - start))
+            yield _in_schema(pa.Table.from_batches([some]), schema)
+        left -= min(left, batch.num_rows)
+        if not left:
+            return
+
+
+def _in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     nullable = pa.schema([field.with_nullable(True) for field in schema])
     columns = [
         plain_column(table.column(field.name), field.type)
@@ -58,14 +75,32 @@ def read_table(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> p
     return pa.Table.from_arrays(columns, schema=nullable)
 
 
-def arrow_batches(path: Path) -> list[pa.RecordBatch]:
+def _parquet_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(path) as file:
+        yield from file.iter_batches(CHUNK_ROWS, columns=_present(file, schema), use_threads=False)
+
+
+def _present(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
+    return [name for name in schema.names if name in file.schema_arrow.names]
+
+
+def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Every batch of an Arrow file or stream, memory-mapped: uncompressed ones cost no memory."""
     source = pa.memory_map(str(path))
     if _is_arrow_file(path):
         reader = pa.ipc.open_file(source)
-        return [reader.get_batch(i) for i in range(reader.num_record_batches)]
-    with pa.ipc.open_stream(source) as stream:
-        return list(stream)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(source)
+
+
+def _arrow_batch(path: Path, number: int) -> pa.RecordBatch:
+    """One batch; those of a stream stand one behind the other and are passed on the way."""
+    if _is_arrow_file(path):
+        return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(number)
+    for batch in islice(_arrow_batches(path), number, None):
+        return batch
+    raise IndexError(f"no batch {number}")
 
 
 def _arrow_schema(path: Path) -> pa.Schema:

@@ -10,7 +10,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.types import Converter, Misfit, Shape, converter
 from spot_batch.records.input import InputChunk
 
-CHUNK_ROWS = 1_024
 LINES = frozenset({"jsonl", "openai-batch"})  # formats with a row a line
+TEXTS = LINES | {"json", "csv"}
 RAW_CHARS = 4_000  # how much of an unreadable row is kept for its error row
 
 _BOM = b"\xef\xbb\xbf"
@@ -59,11 +59,15 @@ def scan_text(path: Path, kind: str) -> Iterator[TextRow]:
     return _SCANNERS[kind](path)
 
 
-def read_text(
-    path: Path, kind: str, chunk: InputChunk, schema: pa.Schema, *, id_column: str | None
+def read_text(path: Path, kind: str, chunk: InputChunk) -> Iterator[TextRow]:
+    """The rows of a chunk."""
+    return _READERS[kind](path, chunk)
+
+
+def text_chunk(
+    rows: Iterable[TextRow], kind: str, schema: pa.Schema, *, id_column: str | None
 ) -> TextChunk:
-    """The rows of a chunk, as columns of the pinned schema; faults with their row's id."""
-    rows = _READERS[kind](path, chunk)
+    """Rows as columns of the pinned schema; faults with their row's id."""
     converters = {
         field.name: _of_cell(field.type)
         if kind == "csv"

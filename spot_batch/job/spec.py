@@ -93,6 +93,9 @@ class InputSpec(Section):
     limit: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] | None = None
     overlong: Literal["error", "truncate_left", "skip"] = "error"
     malformed: Literal["error", "refuse"] = "error"
+    copy_limit_gib: Annotated[
+        float, BeforeValidator(_not_bool), Field(ge=0.0, allow_inf_nan=False)
+    ] = 50.0
 
     @field_validator("keep", mode="before")
     @classmethod

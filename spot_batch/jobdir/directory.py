@@ -436,6 +436,8 @@ class JobDirectory:
             path = Path(file["path"])
             if path.is_relative_to(self.root):  # a folder that is moved keeps its own input
                 file["path"] = str(path.relative_to(self.root))
+        if pinned.copy:
+            tree["copy"] = str(Path(pinned.copy).relative_to(self.root))
         self._write(self.input_path, json.dumps(tree, indent=1) + "\n")
 
     def _read_state(self) -> _State:
@@ -458,6 +460,8 @@ class JobDirectory:
             index = reader.read_all().to_pylist()
         for file in tree["files"]:
             file["path"] = str(self.root / file["path"])
+        if tree.get("copy"):  # newer than format 1
+            tree["copy"] = str(self.root / tree["copy"])
         tree["files"] = tuple(InputFile(**file) for file in tree["files"])
         tree["schema"] = bytes.fromhex(tree["schema"])
         tree["faults"] = tuple(tree["faults"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
+
+CHUNK_ROWS = 1_024  # of an input at a time, where its files allow that
 
 PromptKind = Literal["messages", "prompt"]
 
@@ -27,6 +30,11 @@ class InputFile:
     origin: str = ""
     origin_mark: str = ""
 
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return PurePosixPath(self.origin or self.path).name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputChunk:
@@ -48,9 +56,11 @@ class InputChunk:
 class PinnedInput:
     """What the input is, frozen when the job is submitted: actors read their rows by it.
 
-    `schema` is the serialised Arrow schema of the whole input. `faults` are the first rows known
-    to be unusable, `num_faults` how many there are (text formats only; tables are read later).
-    `template_columns` are those that `input.template` reads; `prompt_column` is "" then.
+    `copy` is the Arrow file beside the job that holds every row, in `chunks`; it is "" where the
+    rows are read out of `files`, because they are too many to be copied. `schema` is the serialised
+    Arrow schema of the whole input. `faults` are the first rows known to be unusable, `num_faults`
+    how many there are (text formats only; tables are read later). `template_columns` are those that
+    `input.template` reads; `prompt_column` is "" then.
     """
 
     files: tuple[InputFile, ...]
@@ -63,6 +73,7 @@ class PinnedInput:
     num_faults: int = 0
     faults: tuple[str, ...] = ()
     template_columns: tuple[str, ...] = ()
+    copy: str = ""
 
     @property
     def prompt_columns(self) -> tuple[str, ...]:

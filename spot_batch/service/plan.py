@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer, packaged_targets
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
-from spot_batch.inputs.pin import check_unchanged, pin_input, recognised
+from spot_batch.inputs.pin import drop_sources, pin_input, recognised
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
 from spot_batch.inputs.template import with_template
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.job.fingerprint import diff_fields, fingerprint
 from spot_batch.job.reading import check_spec, with_model_defaults
 from spot_batch.job.spec import JobSpec
@@ -81,9 +82,25 @@ def plan_job(
         ),
         info,
     )
-    pinned = pin_input(spec, hub_dir=hub_dir)
+    is_begun = JobDirectory(out).exists
+    pinned = pin_input(spec, hub_dir=hub_dir, is_copied=kept is None and not is_begun)
     plan = _planned(spec, info, pinned)
+    if is_begun:
+        plan = replace(plan, pinned=_as_pinned_then(plan, JobDirectory.open(out)))
     return replace(plan, from_checkpoint=left_open, threshold_of=threshold_of)
+
+
+def _as_pinned_then(plan: JobPlan, job: JobDirectory) -> PinnedInput:
+    """The input of a job that is gone on with: its own copy of the rows, where it has one.
+
+    Another version may read other types out of the same bytes; those of data/ are settled.
+    """
+    if plan.fingerprint != job.fingerprint:
+        return plan.pinned
+    if job.pinned.copy:
+        drop_sources(plan.pinned)
+        return job.pinned
+    return plan.pinned if plan.pinned.schema == job.pinned.schema else job.pinned
 
 
 def plan_of(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.transition import Rule, States, perturbed_noise_step, transition
-from spot_batch.inputs.pin import check_unchanged
 from spot_batch.inputs.prepare import PreparedSample
 from spot_batch.inputs.reader import InputReader, InputRows
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.scan import read_part_of

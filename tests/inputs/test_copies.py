@@ -20,8 +20,9 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow import fs
 
 from spot_batch.inputs.errors import InputError
-from spot_batch.inputs.pin import check_unchanged, pin_input
+from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.records.input import PinnedInput
 from tests.inputs import google
 from tests.jobdir.jobs import make_spec, write_jsonl

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from spot_batch.inputs.errors import InputError
-from spot_batch.inputs.pin import check_unchanged, pin_input
+from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.records.input import PinnedInput
 from tests.jobdir.jobs import make_spec, write_jsonl
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from spot_batch.inputs.pin import check_unchanged, pin_input
+from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.job.fingerprint import fingerprint
 from spot_batch.job.reading import load_spec
 from spot_batch.job.spec import SpecError

@@ -51,7 +51,8 @@ def test_a_job_in_an_object_store_outlives_its_machine(
     finally:
         kill_group(first)
     assert not JobDirectory(local_folder(URL)).is_complete, "the job was too short"
-    shutil.rmtree(tmp_path / "one")  # the machine and its disk are gone
+    shutil.rmtree(tmp_path / "one")  # the machine and its disk are gone, its input too
+    rows.unlink()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "two"))
     again = start(["resume", URL], tmp_path)

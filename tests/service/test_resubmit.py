@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from spot_batch.inputs.errors import InputError
 from spot_batch.job.reading import load_spec
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
 from spot_batch.service.plan import plan_job, plan_of
 from spot_batch.service.progress import Exit
 from tests.checkpoints.hub import MAIN, OLD, OPEN, Hub, environment, files_of, serving
 from tests.families import write_checkpoint
-from tests.service.jobs import SPOT_BATCH, begin, data_hash, prompts, write_rows
+from tests.service.jobs import SPOT_BATCH, begin, data_hash, prompts, small_spec, write_rows
 
 
 @pytest.fixture
@@ -47,6 +49,42 @@ def test_a_job_of_another_default_goes_on_with_its_own(rows: Path, tmp_path: Pat
     elsewhere = write_checkpoint(tmp_path / "elsewhere", "llada2")
     moved = plan_job(load_spec(None, {**given, "model.target": str(elsewhere)}), job.root)
     assert moved.spec.generation.threshold == 0.95, "another target's job is none of its own"
+
+
+def test_a_job_needs_its_directory_alone(rows: Path, tmp_path: Path) -> None:
+    job, plan = begin(tmp_path / "out", small_spec(rows))
+    asked = [sample.prompt_text for sample in plan.first(3)]
+    rows.write_text(rows.read_text().replace("figs", "kiwi"))
+    moved = Path(shutil.move(job.root, tmp_path / "elsewhere"))
+    for _ in range(2):
+        resumed = plan_of(JobDirectory.open(moved))
+        assert [sample.prompt_text for sample in resumed.first(3)] == asked
+        rows.unlink(missing_ok=True)
+
+
+def test_the_same_command_goes_on_with_the_rows_that_it_copied(rows: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.read_bytes()))
+    job, _ = begin(tmp_path / "out", small_spec(packed))
+    copy = Path(job.pinned.copy)
+    before = copy.stat()
+    again, plan = begin(job.root, small_spec(packed))
+    assert plan.pinned == again.pinned == job.pinned
+    assert list(job.hub_input.iterdir()) == [copy]
+    assert copy.stat() == before
+    packed.write_bytes(gzip.compress(rows.read_bytes().replace(b"figs", b"kiwi")))
+    with pytest.raises(SpecConflict, match=r"input\.digest"):
+        begin(job.root, small_spec(packed))
+    assert JobDirectory.open(job.root).pinned == job.pinned
+
+
+def test_an_input_that_is_not_copied_must_stay(rows: Path, tmp_path: Path) -> None:
+    job, _ = begin(tmp_path / "out", small_spec(rows, {"input.copy_limit_gib": 0}))
+    assert begin(job.root, small_spec(rows))[0].fingerprint == job.fingerprint
+    assert not JobDirectory.open(job.root).pinned.copy
+    rows.unlink()
+    with pytest.raises(InputError, match=r"rows\.jsonl: gone since the job was submitted"):
+        plan_of(JobDirectory.open(job.root))
 
 
 @pytest.mark.slow
