@@ -66,6 +66,7 @@ def test_a_job_in_an_object_store_outlives_its_machine(
     assert data_hash(folder_of(URL)) == data_hash(undisturbed.root)
     exported = start(["export", URL, "-o", "exported.jsonl"], tmp_path)
     assert "48 rows" in exported.communicate(timeout=60)[0]
+    write_rows(tmp_path, prompts(48))
     over = start(["submit", "-i", str(rows), "-o", URL, *flags({"generation.seed": 7})], tmp_path)
     _, wrong = over.communicate(timeout=60)
     assert over.returncode == Exit.BAD_INPUT
