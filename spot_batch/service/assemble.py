@@ -20,6 +20,7 @@ from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.measure import measure_latency
 from spot_batch.engine.memory import GIB, PrefixMemory, prefix_memory
+from spot_batch.engine.stops import Decode
 from spot_batch.inputs.prepare import RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.render import PromptRenderer
@@ -66,7 +67,7 @@ class Loaded:
 
     engine: Decoder
     preparer: SamplePreparer
-    text: Callable[[Sequence[int]], str]
+    text: Decode
     drafter: str
     too_large: Callable[[Request], str | None] = lambda request: None
 
@@ -76,36 +77,21 @@ EngineLoader = Callable[[JobDirectory, torch.device, LoadReport], Loaded]
 
 def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = unreported) -> Loaded:
     """The job's target and drafter on a device; refuses hardware that gives other bits."""
-    # The model code of transformers takes seconds to import, and only actors need it.
-    from spot_batch.models.block import load_target
-    from spot_batch.models.numerics import measure_numerics
-
     spec = job.spec
     info = model_info(spec, report=report)
     drafter = choose_drafter(wanted_drafter(spec), info)
     tokenizer = load_tokenizer(info.path)
-    canonical = spec.speculation.numerics == "canonical"
-    target = load_target(
-        info, dtype=spec.model.target.dtype, device=device, canonical=canonical, report=report
-    )
-    if canonical:
+    target = load_job_target(spec, info, device, report)
+    if spec.speculation.numerics == "canonical":
         report(LoadProgress("measuring"))
-        numerics = measure_numerics(target)
-        numerics.require(job.claim_numerics(asdict(numerics)))
+        require_numerics(job, target)
     proposer = load_drafter(drafter, block_length=info.block_length, device=device)
     memory = _prefix_memory(spec, target)
     settings = replace(engine_settings(spec, device), max_positions=max(1, memory.num_positions))
     latency = None
     if settings.budget == "auto" and proposer is not None:
         latency = _latency(job, target, proposer, info, settings)
-
-    def text(token_ids: Sequence[int]) -> str:
-        decoded = tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(decoded, str)
-        return decoded
-
+    text = text_of(tokenizer)
     engine = Engine(
         target,
         proposer,
@@ -114,14 +100,51 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
         decode=text,
         record_every=spec.output.trajectory_every if "trajectory" in spec.output.include else 0,
     )
-    preparer = sample_preparer(spec, job.pinned, info, tokenizer)
     return Loaded(
         engine=engine,
-        preparer=preparer,
+        preparer=sample_preparer(spec, job.pinned, info, tokenizer),
         text=text,
         drafter=drafter.name,
         too_large=partial(memory.fault, block_length=info.block_length),
     )
+
+
+def load_job_target(
+    spec: JobSpec, info: ModelInfo, device: torch.device, report: LoadReport = unreported
+) -> BlockTarget:
+    """The spec's target with its weights, in the numerics that the spec asks for."""
+    # The model code of transformers takes seconds to import: only who loads weights waits for it.
+    from spot_batch.models.block import load_target
+
+    return load_target(
+        info,
+        dtype=spec.model.target.dtype,
+        device=device,
+        canonical=spec.speculation.numerics == "canonical",
+        report=report,
+    )
+
+
+def require_numerics(job: JobDirectory, target: BlockTarget) -> None:
+    """NumericsMismatch where the arithmetic here is not the job's; the first to come writes it
+    down."""
+    from spot_batch.models.numerics import measure_numerics
+
+    numerics = measure_numerics(target)
+    numerics.require(job.claim_numerics(asdict(numerics)))
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast) -> Decode:
+    """What makes the generation column of token ids, without special tokens."""
+
+    def text(token_ids: Sequence[int]) -> str:
+        decoded = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(decoded, str)
+        return decoded
+
+    return text
 
 
 def _prefix_memory(spec: JobSpec, target: BlockTarget) -> PrefixMemory:

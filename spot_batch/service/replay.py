@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.engine.stops import Decode
 from spot_batch.engine.transition import Rule, States, perturbed_noise_step, transition
 from spot_batch.inputs.prepare import PreparedSample
 from spot_batch.inputs.reader import InputReader, InputRows
@@ -21,10 +22,11 @@ from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.scan import read_part_of
+from spot_batch.models.device import choose_device
 from spot_batch.noise import gumbel
 from spot_batch.records.results import Completion
 from spot_batch.records.sampling import Request
-from spot_batch.service.assemble import sample_preparer
+from spot_batch.service.assemble import load_job_target, require_numerics, sample_preparer, text_of
 from spot_batch.service.plan import JobPlan, plan_of
 
 logger = logging.getLogger(__name__)
@@ -66,35 +68,19 @@ def replay(job: JobDirectory, row: str, *, sample_index: int = 0) -> Replay:
     Its row is the published one where that still holds what the prompt was made of, else the
     pinned input's.
     """
-    from spot_batch.models.block import load_target
-    from spot_batch.models.device import choose_device
-    from spot_batch.models.numerics import NumericsMismatch, measure_numerics
+    from spot_batch.models.numerics import NumericsMismatch
 
     published = _find(job, row, sample_index)
     plan = plan_of(job, check_input=False)
     prepared, request = _prepared(job, plan, published)
-    spec = job.spec
-    torch.set_num_threads(spec.resources.num_threads)
-    device = choose_device("auto")
-    canonical = spec.speculation.numerics == "canonical"
-    target = load_target(
-        plan.info, dtype=spec.model.target.dtype, device=device, canonical=canonical
-    )
-    if canonical and job.numerics_path.exists():
-        numerics = measure_numerics(target)
+    torch.set_num_threads(job.spec.resources.num_threads)
+    target = load_job_target(job.spec, plan.info, choose_device("auto"))
+    if job.numerics_path.exists():
         try:
-            numerics.require(job.claim_numerics(asdict(numerics)))
+            require_numerics(job, target)
         except NumericsMismatch as error:
             logger.warning("%s; a difference may be that of the arithmetic", error)
-    watch = _Watch(target)
-
-    def text(token_ids: Sequence[int]) -> str:
-        return str(
-            plan.tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
-
+    watch, text = _Watch(target), text_of(plan.tokenizer)
     again = _decode(watch, request, text)
     generation = again.text if again.text is not None else text(again.token_ids)
     outcome = {
@@ -217,7 +203,7 @@ class _Watch:
         return logits
 
 
-def _decode(watch: _Watch, request: Request, text: Any, wanted: int | None = None) -> Completion:
+def _decode(watch: _Watch, request: Request, text: Decode, wanted: int | None = None) -> Completion:
     watch.begin(wanted)
     engine = Engine(watch, None, EngineSettings(max_sequences=1, budget=0), decode=text)
     engine.add(request)
@@ -230,7 +216,7 @@ def _decode(watch: _Watch, request: Request, text: Any, wanted: int | None = Non
 def _difference(
     watch: _Watch,
     request: Request,
-    text: Any,
+    text: Decode,
     again: Completion,
     published: Mapping[str, Any],
 ) -> Difference | None:
