@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spot_batch.checkpoints.shapes import padded_length
 from spot_batch.engine.memory import is_out_of_memory, longest_prefix
-from spot_batch.models.slots import Kept, PrefixCache, SlotBatch, Target
+from spot_batch.models.slots import KeptSlots, PrefixCache, SlotBatch, Target
 from spot_batch.records.sampling import Request
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Forwarded:
     slot is."""
 
     rows: Tensor
-    kept: Sequence[tuple[Kept, int]]
+    kept: Sequence[tuple[KeptSlots, int]]
 
 
 class CacheRows:
@@ -67,12 +67,12 @@ class CacheRows:
         """
         while True:
             rows: list[Tensor] = []
-            kept: list[tuple[Kept, int]] = []
+            kept: list[tuple[KeptSlots, int]] = []
             try:
                 for part in slots.parts(self._max_slots):
                     hidden = self._target.forward(part, self._cache)
                     rows.append(hidden.rows)
-                    kept += [(hidden.kept, index) for index in range(int(part.keep.sum()))]
+                    kept += [(hidden.kept, index) for index in range(len(hidden.kept))]
                 return Forwarded(rows[0] if len(rows) == 1 else torch.cat(rows), kept)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error) or self._max_slots <= _LEAST_SLOTS:
@@ -82,7 +82,7 @@ class CacheRows:
             if self._target.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def adopt(self, kept: tuple[Kept, int], *, row: int, start: int) -> None:
+    def adopt(self, kept: tuple[KeptSlots, int], *, row: int, start: int) -> None:
         """Store a kept slot of the last forward as the clean block at `start` of a row."""
         of_forward, index = kept
         self._cache.adopt(of_forward, index, row=row, start=start)

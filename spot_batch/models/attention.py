@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from spot_batch.checkpoints.shapes import KEY_STEP, padded_length
 from spot_batch.models.device import onto
-from spot_batch.models.slots import Kept, SlotBatch
+from spot_batch.models.slots import KeptSlots, SlotBatch
 
 ATTENTION_NAME = "spot_slots"
 
@@ -28,6 +28,9 @@ class KeptKV:
 
     keys: Tensor
     values: Tensor
+
+    def __len__(self) -> int:
+        return self.keys.shape[1]
 
 
 class KVCache:
@@ -55,11 +58,6 @@ class KVCache:
         """Positions that a row holds in every layer."""
         return min(layer.shape[2] for layer in (*self.keys, *self.values))
 
-    def ensure(self, num_positions: int) -> None:
-        """Make every row hold at least so many positions; what is stored stays."""
-        if padded_length(num_positions) > self.num_positions:
-            self.resize(len(self.keys[0]), num_positions)
-
     def resize(self, num_rows: int, num_positions: int) -> None:
         """Hold so many rows of so many positions; what of it is stored stays."""
         num_positions = padded_length(num_positions)
@@ -72,7 +70,7 @@ class KVCache:
                     layers[index] = functional.pad(layer, more)
                     self.generation += 1
 
-    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+    def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
         assert isinstance(kept, KeptKV), type(kept)
         width = kept.keys.shape[3]
@@ -187,7 +185,7 @@ class SlotAttention:
     def kept_kv(self) -> KeptKV:
         """The KV of the kept slots of the forward that has just run."""
         if not self.kept_keys:
-            nothing = torch.empty(0)
+            nothing = torch.empty(0, 0)
             return KeptKV(nothing, nothing)
         return KeptKV(torch.stack(self.kept_keys), torch.stack(self.kept_values))
 

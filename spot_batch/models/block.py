@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,24 +133,20 @@ class BlockTarget:
         run = slots.padded(self.tiles.padded(num_slots), fill=self._mask_id)
         attention = SlotAttention.of(run, cache)
         position = run.start[:, None] + torch.arange(width)
-        rows = self.body.run(
-            self.body.network.model,
-            onto(run.ids.view(1, -1), self._device),
-            onto(position.view(1, -1), self._device),
-            attention,
-        )
+        rows = self.body.network.model(
+            input_ids=onto(run.ids.view(1, -1), self._device),
+            position_ids=onto(position.view(1, -1), self._device),
+            use_cache=False,
+            slot_attention=attention,
+        ).last_hidden_state
         return Hidden(rows.view(len(run), width, -1)[:num_slots], attention.kept_kv())
-
-    def use_buckets(self) -> None:
-        """Run forwards in buckets on a CPU too, where that only costs time: for tests."""
-        self.buckets = self._bucket_runner()
 
     def _bucket_runner(self) -> BucketRunner:
         any_length = self.tiles.sizes is None or lengths_agree(
             self.body.sizes, width=self._block_length, dtype=self._dtype, device=self._device
         )
         return BucketRunner(
-            partial(self.body.run, self.body.network.model),
+            self.body.network.model,
             self.tiles,
             width=self._block_length,
             mask_id=self._mask_id,

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.shapes import Sizes
-from spot_batch.models.attention import SlotAttention
-
-Run = Callable[[nn.Module, Tensor, Tensor, SlotAttention], Tensor]
-"""(body, (1, N) ids, (1, N) positions, the forward's attention) -> (1, N, d) final hidden rows."""
 
 HEAD = "lm_head.weight"
 
 
 class Network(nn.Module):
-    """A body and the head above it, in float32; named as published checkpoints name them."""
+    """A body and the head above it, in float32; named as published checkpoints name them.
+
+    Every family's body is called as transformers' own are, with `slot_attention` besides: its
+    `last_hidden_state` is (1, N, d) for (1, N) `input_ids` and `position_ids`.
+    """
 
     def __init__(self, model: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """A family's network, without memory until `materialise`, and how to run it.
+    """A family's network, without memory until `materialise`.
 
     `rotary` makes the one part whose numbers stand in no checkpoint. `embedding` is the published
     name of the tensor that a tied head copies.
@@ -39,7 +39,6 @@ class Body:
 
     network: Network
     sizes: Sizes
-    run: Run
     rotary: Callable[[], nn.Module]
     embedding: str
 

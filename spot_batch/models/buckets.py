@@ -10,13 +10,13 @@ what filling up does to the bits can be seen without a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from spot_batch.checkpoints.shapes import Sizes
@@ -38,9 +38,6 @@ _WARM_UPS = 2
 
 _PROBE_SLOTS = 2
 _PROBE_KEYS = (8, 100, 200, 300, 450, 700, 1000, 1500, 3000, 5000)
-
-RunBody = Callable[[Tensor, Tensor, SlotAttention], Tensor]
-"""(1, N) ids, (1, N) positions, the forward's attention -> (1, N, d) final hidden rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class BucketRunner:
 
     def __init__(
         self,
-        run: RunBody,
+        model: nn.Module,
         tiles: RowTiles,
         *,
         width: int,
@@ -129,7 +126,7 @@ class BucketRunner:
         device: torch.device,
         any_length: bool,
     ) -> None:
-        self._run, self._tiles = run, tiles
+        self._model, self._tiles = model, tiles
         self._width, self._mask_id, self._device = width, mask_id, device
         self._any_length, self._is_off = any_length, False
         # Weak: graphs must not outlive the cache, nor keep the memory of one that is gone.
@@ -165,8 +162,8 @@ class BucketRunner:
 
     def forward(self, slots: SlotBatch, cache: KVCache) -> Hidden | None:
         """One forward, or None where no bucket holds it."""
-        bucket = self.bucket(slots, cache)
-        if bucket is None or self._is_off:
+        bucket = None if self._is_off else self.bucket(slots, cache)
+        if bucket is None:
             return None
         packed = self._packed(slots, bucket)
         num_slots, num_kept = len(slots), int(slots.keep.sum())
@@ -241,7 +238,12 @@ class BucketRunner:
             stored=inputs.stored,
             kept=inputs.kept,
         )
-        rows = self._run(inputs.ids, inputs.position, attention)
+        rows = self._model(
+            input_ids=inputs.ids,
+            position_ids=inputs.position,
+            use_cache=False,
+            slot_attention=attention,
+        ).last_hidden_state
         return rows.view(bucket.num_slots, self._width, -1), attention.kept_kv()
 
     def _packed(self, slots: SlotBatch, bucket: Bucket) -> _Packed:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
     Qwen3MoeMLP,
@@ -70,7 +71,6 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = sizes.head_dim
         self.rotary_dim = config.rotary_dim
-        self.num_key_value_groups = sizes.num_heads // sizes.num_kv_heads
         self.scaling = sizes.head_dim**-0.5
         self.heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
         self.query_key_value = nn.Linear(
@@ -210,14 +210,21 @@ class Llada2Model(nn.Module):
         self.norm = Qwen3MoeRMSNorm(sizes.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Rotary(config)
 
-    def forward(self, ids: Tensor, position: Tensor, attention: SlotAttention) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        slot_attention: SlotAttention,
+        use_cache: bool = False,
+    ) -> BaseModelOutput:
         """(1, N) ids and positions -> (1, N, d) final hidden rows."""
-        rows: Tensor = self.word_embeddings(ids)
-        rotation = self.rotary_emb(rows, position)
+        assert not use_cache, "the prefix cache is ours"
+        rows: Tensor = self.word_embeddings(input_ids)
+        rotation = self.rotary_emb(rows, position_ids)
         for layer in self.layers:
-            rows = layer(rows, rotation, attention)
-        normed: Tensor = self.norm(rows)
-        return normed
+            rows = layer(rows, rotation, slot_attention)
+        return BaseModelOutput(last_hidden_state=self.norm(rows))
 
 
 def llada2_body(config: Mapping[str, Any], sizes: Sizes, *, where: str, dtype: torch.dtype) -> Body:
@@ -230,15 +237,9 @@ def llada2_body(config: Mapping[str, Any], sizes: Sizes, *, where: str, dtype: t
     return Body(
         network=network,
         sizes=sizes,
-        run=_run,
         rotary=lambda: Rotary(read),
         embedding="model.word_embeddings.weight",
     )
-
-
-def _run(model: nn.Module, ids: Tensor, position: Tensor, attention: SlotAttention) -> Tensor:
-    rows: Tensor = model(ids, position, attention)
-    return rows
 
 
 # With another value the checkpoint is another model; left out they are what they must be.

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.json_files import Fields
 from spot_batch.checkpoints.shapes import Sizes
-from spot_batch.models.attention import ATTENTION_NAME, SlotAttention
+from spot_batch.models.attention import ATTENTION_NAME
 from spot_batch.models.body import Body, Network, with_rope, without_memory
 from spot_batch.models.experts import best
 
@@ -123,13 +123,6 @@ def _body(network: Network, sizes: Sizes, rotary: Callable[[], nn.Module]) -> Bo
     return Body(
         network=network,
         sizes=sizes,
-        run=_run,
         rotary=rotary,
         embedding="model.embed_tokens.weight",
     )
-
-
-def _run(model: nn.Module, ids: Tensor, position: Tensor, attention: SlotAttention) -> Tensor:
-    out = model(input_ids=ids, position_ids=position, use_cache=False, slot_attention=attention)
-    rows: Tensor = out.last_hidden_state
-    return rows

@@ -120,20 +120,20 @@ class SlotBatch:
         )
 
 
-class Kept(Protocol):
-    """KV of the slots marked `keep`, in the order of the batch."""
+class KeptSlots(Protocol):
+    """The KV of the slots marked `keep`, in the order of the batch; only the cache of the same
+    target can read it."""
+
+    def __len__(self) -> int: ...
 
 
 class PrefixCache(Protocol):
     """KV of the clean blocks of the samples in flight, one row a sample, owned by us."""
 
-    def ensure(self, num_positions: int) -> None:
-        """Make every row hold at least so many positions; what is stored stays."""
-
     def resize(self, num_rows: int, num_positions: int) -> None:
         """Hold so many rows of so many positions; what of it is stored stays."""
 
-    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+    def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
 
 
@@ -142,7 +142,7 @@ class Hidden:
     """What a forward leaves: (S, W, d) final hidden rows, and the KV of the slots marked `keep`."""
 
     rows: Tensor
-    kept: Kept
+    kept: KeptSlots
 
 
 class Target(Protocol):

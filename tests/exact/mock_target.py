@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spot_batch.models.slots import Hidden, Kept, PrefixCache, SlotBatch
+from spot_batch.models.slots import Hidden, KeptSlots, PrefixCache, SlotBatch
 
 _JUNK = 0xDEAD  # what a row holds where nothing was stored: no zeros, so that reading it shows
 _BLOCK, _PREFIX, _STATE, _FIRM, _LOOSE = 11, 22, 33, 44, 55
@@ -41,6 +41,9 @@ class IntegerKept:
     stored: np.ndarray
     clean: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.stored)
+
 
 class IntegerCache:
     """(rows, positions) hashes; a position that nothing was stored at holds junk."""
@@ -49,19 +52,13 @@ class IntegerCache:
         self.block_length = block_length
         self.stored = np.full((num_rows, num_positions), _JUNK, dtype=np.uint64)
 
-    def ensure(self, num_positions: int) -> None:
-        """Make every row hold at least so many positions; what is stored stays."""
-        missing = num_positions - self.stored.shape[1]
-        if missing > 0:
-            self.stored = np.pad(self.stored, ((0, 0), (0, missing)), constant_values=_JUNK)
-
     def resize(self, num_rows: int, num_positions: int) -> None:
         """Hold so many rows of so many positions; what of it is stored stays."""
         kept = self.stored[:num_rows, :num_positions]
         self.stored = np.full((num_rows, num_positions), _JUNK, dtype=np.uint64)
         self.stored[: kept.shape[0], : kept.shape[1]] = kept
 
-    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+    def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the `index`-th kept slot as the clean block at `start` of `row`."""
         assert isinstance(kept, IntegerKept), type(kept)
         assert kept.clean[index], "a block was adopted that still holds a mask"

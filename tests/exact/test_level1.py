@@ -329,7 +329,7 @@ def test_the_slots_of_a_canvas_have_the_same_bits_alone_and_in_company(body: Bod
     """Canvases of so many slots, one long enough for keys of another padded length."""
     target, width = body.target, body.target.block_length
     scene = make_scene(target)
-    scene.cache.ensure(512)
+    scene.cache.resize(len(scene.cache.keys[0]), 512)
     canvases = [
         canvas(
             letters(num_slots, width, seeded(row)), start=len(scene.prefixes[row]) * width, row=row
@@ -349,7 +349,7 @@ def test_the_slots_of_a_canvas_have_the_same_bits_alone_and_in_company(body: Bod
 def test_a_chain_of_slots_has_the_bits_of_blocks_that_were_stored(body: Body) -> None:
     target, width = body.target, body.target.block_length
     scene = make_scene(target)
-    scene.cache.ensure(512)
+    scene.cache.resize(len(scene.cache.keys[0]), 512)
     for row in (0, 2):
         start = len(scene.prefixes[row]) * width
         blocks = letters(4, width, seeded(row))

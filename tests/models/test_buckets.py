@@ -15,7 +15,7 @@ from spot_batch.engine.engine import EngineSettings
 from spot_batch.models import buckets as buckets_module
 from spot_batch.models.attention import KeptKV, KVCache
 from spot_batch.models.block import BlockTarget, load_target
-from spot_batch.models.buckets import PROVEN, Bucket, lengths_agree
+from spot_batch.models.buckets import PROVEN, Bucket, BucketRunner, lengths_agree
 from spot_batch.models.slots import Hidden, SlotBatch
 from tests.engine.test_transfers import OnDevice
 from tests.exact.harness import bits_equal, decode_all, mixed_requests, same_sample
@@ -33,6 +33,21 @@ Make = Callable[..., BlockTarget]
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny") / "model", request.param)
     return partial(load_target, resolve_model(str(folder)))
+
+
+def buckets_of(target: BlockTarget) -> BucketRunner:
+    """As a GPU has them: on a CPU they only cost time."""
+    any_length = target.tiles.sizes is None or lengths_agree(
+        target.body.sizes, width=target.block_length, dtype=target.dtype, device=target.device
+    )
+    return BucketRunner(
+        target.body.network.model,
+        target.tiles,
+        width=target.block_length,
+        mask_id=target.mask_id,
+        device=target.device,
+        any_length=any_length,
+    )
 
 
 def prefixes(target: BlockTarget) -> tuple[int, ...]:
@@ -95,7 +110,7 @@ def assert_same(plain: BlockTarget, filled: BlockTarget, slots: SlotBatch) -> No
 @pytest.mark.parametrize("long", [False, True])
 def test_a_bucket_leaves_the_same_bits(make: Make, long: bool, drafted: bool, store: bool) -> None:
     plain, filled = make(), make()
-    filled.use_buckets()
+    filled.buckets = buckets_of(filled)
     assert filled.buckets is not None
     slots = company(plain, long=long, drafted=drafted, store=store)
     bucket = filled.buckets.bucket(slots, cache_of(filled))
@@ -111,7 +126,7 @@ def test_lengths_that_agree_stand_in_one_bucket_with_the_same_bits(
         monkeypatch.setattr(buckets_module, name, (128, 256))
     monkeypatch.setattr(buckets_module, "_PROBE_KEYS", (8, 100, 128))
     plain, filled = make(), make()
-    filled.use_buckets()
+    filled.buckets = buckets_of(filled)
     if not lengths_agree(
         plain.body.sizes, width=plain.block_length, dtype=plain.dtype, device=plain.device
     ):
@@ -126,7 +141,7 @@ def test_lengths_that_agree_stand_in_one_bucket_with_the_same_bits(
 
 def test_an_engine_over_buckets_writes_the_same_samples(make: Make) -> None:
     plain, filled = make(), make()
-    filled.use_buckets()
+    filled.buckets = buckets_of(filled)
     wanted = mixed_requests(num=6, max_new_tokens=20, lengths=(0, 3, 150, 5, 9, 20))
     expected = decode_all(plain, None, EngineSettings(max_sequences=1), wanted)
     by_id = {done.sample_id: done for done in expected}
@@ -140,7 +155,7 @@ def test_fast_numerics_agree_but_for_the_last_bits(make: Make) -> None:
     plain, filled = make(), make()
     for target in (plain, filled):
         target.tiles.sizes = target.expert_tiles.sizes = None
-    filled.use_buckets()
+    filled.buckets = buckets_of(filled)
     slots = company(plain, long=True, drafted=True, store=True)
     expected, _ = outcome(plain, slots)
     found, after = outcome(filled, slots)
@@ -151,7 +166,7 @@ def test_fast_numerics_agree_but_for_the_last_bits(make: Make) -> None:
 
 def test_the_smallest_bucket_is_taken_and_none_where_none_fits(make: Make) -> None:
     target = make()
-    target.use_buckets()
+    target.buckets = buckets_of(target)
     runner, cache = target.buckets, cache_of(target)
     assert runner is not None
     tile = (target.tiles.sizes or (1,))[0]
@@ -182,7 +197,7 @@ def test_the_smallest_bucket_is_taken_and_none_where_none_fits(make: Make) -> No
 def test_a_bucket_ends_where_the_cache_does_if_that_length_was_tried(make: Make) -> None:
     target = make()
     target.tiles.sizes = target.expert_tiles.sizes = None
-    target.use_buckets()
+    target.buckets = buckets_of(target)
     runner = target.buckets
     assert runner is not None
     slots = company(target, long=True, drafted=False, store=False)
@@ -207,12 +222,12 @@ def test_a_cache_says_when_its_memory_moved(make: Make) -> None:
     cache = make().allocate(2, 128)
     before = cache.generation
     cache.resize(2, 100)
-    cache.ensure(128)
+    cache.resize(2, 128)
     assert cache.generation == before, "nothing moved"
     cache.resize(3, 128)
     grown = cache.generation
     assert grown > before
-    cache.ensure(129)
+    cache.resize(3, 129)
     assert cache.generation > grown
 
 
@@ -248,7 +263,7 @@ def test_a_captured_forward_would_wait_for_nothing(
     target = make()
     if target.expert_tiles.sizes is not None:
         pytest.skip("experts are looped over on a CPU: the host asks how many rows each has")
-    target.use_buckets()
+    target.buckets = buckets_of(target)
     slots = company(target, long=False, drafted=True, store=True)
     cache = cache_of(target)
     monkeypatch.setattr(

@@ -25,7 +25,7 @@ from spot_batch.lab.bench.cells import digest_of
 from spot_batch.lab.bench.grids import SimulateGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests
-from spot_batch.models.slots import Hidden, Kept, PrefixCache, SlotBatch, Target
+from spot_batch.models.slots import Hidden, KeptSlots, PrefixCache, SlotBatch, Target
 from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
 
 _FIRST_ROUNDS = 8
@@ -110,21 +110,22 @@ class SimulatedBenchmark:
 
 
 class _Tokens:
-    """A prefix cache that holds token ids: the identity of what a state stands on."""
+    """A prefix cache that holds token ids: the identity of what a state stands on. `real` is the
+    recorded target's own, which follows it while there is something to record."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, real: PrefixCache | None) -> None:
         self.of_row: list[list[int]] = [[] for _ in range(num_rows)]
-
-    def ensure(self, num_positions: int) -> None:
-        """Nothing to do: lists grow."""
+        self.real = real
 
     def resize(self, num_rows: int, num_positions: int) -> None:
+        if self.real is not None:
+            self.real.resize(num_rows, num_positions)
         self.of_row += [[] for _ in range(num_rows - len(self.of_row))]
 
     def put(self, row: int, start: int, ids: Sequence[int]) -> None:
         self.of_row[row][start:] = ids
 
-    def adopt(self, kept: Kept, index: int, *, row: int, start: int) -> None:
+    def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         assert isinstance(kept, _KeptIds), type(kept)
         self.put(row, start, kept.ids[index])
 
@@ -132,6 +133,9 @@ class _Tokens:
 @dataclass(frozen=True, slots=True)
 class _KeptIds:
     ids: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class Recording:
@@ -146,7 +150,6 @@ class Recording:
         self.block_length, self.mask_id = target.block_length, target.mask_id
         self.vocab_size, self.device = target.vocab_size, target.device
         self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
-        self._real: PrefixCache | None = None
         self.latency: LatencyTable | None = None
         self.clock_s = 0.0
 
@@ -157,12 +160,11 @@ class Recording:
             engine.add(request)
         while engine.has_work:
             engine.step()
-        self._real = None
 
     def allocate(self, num_rows: int, num_positions: int) -> PrefixCache:
-        if self.latency is None:
-            self._real = self._target.allocate(num_rows, num_positions)
-        return _Tokens(num_rows)
+        records = self.latency is None
+        real = self._target.allocate(num_rows, num_positions) if records else None
+        return _Tokens(num_rows, real)
 
     def forward(self, slots: SlotBatch, cache: PrefixCache) -> Hidden:
         assert isinstance(cache, _Tokens), type(cache)
@@ -177,9 +179,8 @@ class Recording:
             keys.append((tuple(prefix), tuple(block)))
         kept = _KeptIds([ids[index] for index in torch.nonzero(slots.keep).squeeze(1).tolist()])
         if self.latency is None:
-            assert self._real is not None, "allocate comes first"
-            self._real.ensure(max(starts) + self.block_length)
-            hidden = self._target.forward(slots, self._real).rows
+            assert cache.real is not None, "nothing is recorded over a cache of the simulation"
+            hidden = self._target.forward(slots, cache.real).rows
             self._rows |= dict(zip(keys, hidden, strict=True))
             return Hidden(hidden, kept)
         self.clock_s += self.latency.forward(
