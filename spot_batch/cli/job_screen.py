@@ -49,9 +49,12 @@ class LoadLines:
 
 
 class JobScreen:
-    """The progress of one job: a live display on a terminal, plain lines elsewhere."""
+    """The progress of one job: a live display on a terminal, plain lines elsewhere.
 
-    def __init__(self, screen: Screen, job: JobDirectory) -> None:
+    Samples are shown of a `job` that runs in this process.
+    """
+
+    def __init__(self, screen: Screen, job: JobDirectory | None = None) -> None:
         self.last: Heartbeat | None = None
         self._screen = screen
         self._job = job
@@ -98,7 +101,7 @@ class JobScreen:
 
     def published(self, receipt: Receipt) -> None:
         """Show the first samples that land."""
-        if self._num_shown >= NUM_FIRST_SAMPLES:
+        if self._job is None or self._num_shown >= NUM_FIRST_SAMPLES:
             return
         from spot_batch.cli.samples import pairs_of_segment
 

@@ -22,10 +22,12 @@ from spot_batch.job.fingerprint import diff_fields
 from spot_batch.job.reading import dump_spec, load_spec
 from spot_batch.job.remote import is_url
 from spot_batch.job.spec import JobSpec, SpecError
+from spot_batch.jobdir.creation import as_it_was_if_refused, check_usable, create_or_open
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease, is_alive, read_driver
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock, is_alive, read_driver
 from spot_batch.jobdir.events import read_heartbeat
 from spot_batch.jobdir.files import OutputError
+from spot_batch.jobdir.layout import Layout
 from spot_batch.jobdir.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
 from spot_batch.jobdir.retry import begin_retry, retried_parts
 from spot_batch.records.progress import Heartbeat
@@ -43,7 +45,7 @@ class JobCommand:
     """What a command asks to be run: a directory, how its job is planned, and how it is begun once
     this process holds the directory's lock."""
 
-    directory: JobDirectory
+    directory: Layout
     plan: Callable[[Screen], JobPlan]
     begin: Callable[[Screen, JobPlan], JobDirectory]
 
@@ -52,19 +54,23 @@ def new_job(spec: JobSpec, out: Path, *, save_spec: Path | None = None) -> JobCo
     """A job by its spec: begun in `out`, or gone on with there where it is the same."""
     if spec.output.path is not None and is_url(spec.output.path):
         folder_of(spec.output.path)
-    directory = JobDirectory(out)
+    directory = Layout(out)
     _check_output(spec, directory)
 
     def plan(screen: Screen) -> JobPlan:
-        directory.check_usable()
+        check_usable(directory)
         planned = plan_job(spec, out, report=LoadLines(screen))
         _show_planned(screen, planned, out, save_spec)
         return planned
 
     def begin(screen: Screen, plan: JobPlan) -> JobDirectory:
         del screen
-        return directory.create_or_open(
-            plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+        return create_or_open(
+            out,
+            plan.spec,
+            fingerprint=plan.fingerprint,
+            fields=plan.fields,
+            pinned=plan.pinned,
         )
 
     return JobCommand(directory=directory, plan=plan, begin=begin)
@@ -100,7 +106,7 @@ def show_dry_run(
 ) -> int:
     """What a job would be; nothing is started or left behind."""
     screen = Screen(to_stderr=as_json)
-    _check_output(spec, JobDirectory(out))
+    _check_output(spec, Layout(out))
     with tempfile.TemporaryDirectory() as kept:
         plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
         _show_planned(screen, plan, out, save_spec)
@@ -114,12 +120,12 @@ def show_dry_run(
 def run_or_follow(asked: JobCommand, *, as_json: bool = False) -> int:
     """Run a job in this process to its end, or follow the process that runs it already."""
     screen = Screen(to_stderr=as_json)
-    with asked.directory.as_it_was_if_refused():
+    with as_it_was_if_refused(asked.directory):
         plan = asked.plan(screen)
         show_commands(screen, asked.directory.root)
         while True:
             try:
-                with acquire_driver_lease(asked.directory) as lock:
+                with acquire_driver_lock(asked.directory) as lock:
                     job = asked.begin(screen, plan)
                     with JobScreen(screen, job) as progress, mirrored(job.root):
                         result = run_job(job, plan.facts, progress, lock=lock)
@@ -131,7 +137,7 @@ def run_or_follow(asked: JobCommand, *, as_json: bool = False) -> int:
                 screen.line("its driver is gone: going on with the job here")
 
 
-def _check_output(spec: JobSpec, directory: JobDirectory) -> None:
+def _check_output(spec: JobSpec, directory: Layout) -> None:
     file = spec.output.file
     if file is not None and file.exists() and not directory.exists:
         raise OutputError(f"{file}: is there already; give another output")
@@ -152,7 +158,7 @@ def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | No
 
 
 def _attend(
-    screen: Screen, directory: JobDirectory, plan: JobPlan, alive: DriverAlive, *, as_json: bool
+    screen: Screen, directory: Layout, plan: JobPlan, alive: DriverAlive, *, as_json: bool
 ) -> int | None:
     """Follow the job's driver: the exit code that it ends with, None where it dies without one."""
     mirror = Mirror.of(directory.root)
@@ -171,7 +177,7 @@ def _attend(
     return _say_followed(screen, directory, heartbeat, as_json=as_json)
 
 
-def _check_same(directory: JobDirectory, plan: JobPlan) -> None:
+def _check_same(directory: Layout, plan: JobPlan) -> None:
     """SpecConflict where the running job is another one."""
     if not directory.exists:
         return  # its driver is about to write what it is
@@ -181,10 +187,10 @@ def _check_same(directory: JobDirectory, plan: JobPlan) -> None:
         raise SpecConflict(str(directory.root), tuple(diff_fields(job.fields, now)))
 
 
-def _follow(screen: Screen, directory: JobDirectory) -> Heartbeat | None:
+def _follow(screen: Screen, directory: Layout) -> Heartbeat | None:
     """Show another driver's progress; its last word, or None where it died without one."""
     began = time.time()
-    with JobScreen(screen, directory) as progress:
+    with JobScreen(screen) as progress:
         while True:
             record = read_driver(directory)
             if record is not None:
@@ -231,9 +237,7 @@ def _publish_file(screen: Screen, job: JobDirectory) -> None:
     screen.line(f"{file}: {num_rows:,} rows")
 
 
-def _say_followed(
-    screen: Screen, directory: JobDirectory, heartbeat: Heartbeat, *, as_json: bool
-) -> int:
+def _say_followed(screen: Screen, directory: Layout, heartbeat: Heartbeat, *, as_json: bool) -> int:
     code = Exit.BUG if heartbeat.exit_code is None else heartbeat.exit_code
     screen.line(heartbeat.message)
     if code == Exit.RESUMABLE:
@@ -243,9 +247,7 @@ def _say_followed(
     return code
 
 
-def _print_json(
-    job: JobDirectory, exit_code: int, message: str, heartbeat: Heartbeat | None
-) -> None:
+def _print_json(job: Layout, exit_code: int, message: str, heartbeat: Heartbeat | None) -> None:
     document: dict[str, object] = {
         "out": address_of(job.root),
         "exit_code": int(exit_code),

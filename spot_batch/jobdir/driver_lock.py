@@ -1,4 +1,4 @@
-"""`driver.json`: an advisory lease, so that a second driver attaches or exits.
+"""`driver.json`: an advisory lock, so that a second driver attaches or exits.
 
 Two drivers at once cost time and never correctness; see architecture.md section 7.
 """
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import link_whole, staged, write_atomically, write_durably
+from spot_batch.jobdir.layout import Layout
 
 STALE_AFTER_S = 60.0
 
@@ -47,10 +47,10 @@ class DriverAlive(ValueError):
         )
 
 
-class DriverLease:
-    """A held lease; `beat` it at least every 20 seconds."""
+class DriverLock:
+    """The lock, held; `beat` it at least every 20 seconds."""
 
-    def __init__(self, job: JobDirectory, record: DriverRecord) -> None:
+    def __init__(self, job: Layout, record: DriverRecord) -> None:
         self._job = job
         self._record = record
 
@@ -71,7 +71,7 @@ class DriverLease:
 
 
 @contextmanager
-def acquire_driver_lease(job: JobDirectory) -> Iterator[DriverLease]:
+def acquire_driver_lock(job: Layout) -> Iterator[DriverLock]:
     """Holds the job for this process; DriverAlive while another live driver does.
 
     The job may not have been created yet; its folder must be usable.
@@ -90,15 +90,15 @@ def acquire_driver_lease(job: JobDirectory) -> Iterator[DriverLease]:
         write_durably(source, _as_json(record))
         while not link_whole(source, job.driver_path):
             _make_way(job)
-    lease = DriverLease(job, record)
+    lock = DriverLock(job, record)
     try:
-        yield lease
+        yield lock
     finally:
-        lease.release()
+        lock.release()
 
 
-def read_driver(job: JobDirectory) -> DriverRecord | None:
-    """Who holds the lease, alive or not."""
+def read_driver(job: Layout) -> DriverRecord | None:
+    """Who holds the lock, alive or not."""
     return _read(job.driver_path)
 
 
@@ -113,7 +113,7 @@ def is_alive(record: DriverRecord) -> bool:
 
 def drives_here(root: Path) -> bool:
     """Whether a live process of this host drives the job."""
-    record = _read(JobDirectory(root).driver_path)
+    record = _read(Layout(root).driver_path)
     return record is not None and is_here(record.host) and is_alive(record)
 
 
@@ -121,7 +121,7 @@ def is_here(host: str) -> bool:
     return host == _this_host()
 
 
-def _make_way(job: JobDirectory) -> None:
+def _make_way(job: Layout) -> None:
     """Moves a dead driver's record away; DriverAlive where it is not dead."""
     found = read_driver(job)
     if found is not None and is_alive(found):

@@ -8,18 +8,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import speaking_plainly, write_atomically
+from spot_batch.jobdir.layout import Layout
 from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
 
 
-def write_heartbeat(job: JobDirectory, heartbeat: Heartbeat) -> None:
+def write_heartbeat(job: Layout, heartbeat: Heartbeat) -> None:
     """Replaces the last heartbeat, stamped with the time unless it has one."""
     stamped = heartbeat if heartbeat.time else replace(heartbeat, time=time.time())
     write_atomically(job.heartbeat_path, json.dumps(asdict(stamped)).encode(), tmp=job.tmp)
 
 
-def read_heartbeat(job: JobDirectory) -> Heartbeat | None:
+def read_heartbeat(job: Layout) -> Heartbeat | None:
     try:
         tree = json.loads(job.heartbeat_path.read_text())
         loading = tuple(
@@ -31,7 +31,7 @@ def read_heartbeat(job: JobDirectory) -> Heartbeat | None:
         return None
 
 
-def append_event(job: JobDirectory, kind: str, **facts: str | int | float | bool | None) -> None:
+def append_event(job: Layout, kind: str, **facts: str | int | float | bool | None) -> None:
     """Appends one line, whole: several processes may write at once."""
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **facts}) + "\n"
     with speaking_plainly(job.events_path):
@@ -42,7 +42,7 @@ def append_event(job: JobDirectory, kind: str, **facts: str | int | float | bool
             os.close(handle)
 
 
-def read_events(job: JobDirectory) -> Iterator[dict[str, object]]:
+def read_events(job: Layout) -> Iterator[dict[str, object]]:
     """Events in order; a line that a crash cut short is left out."""
     if not job.events_path.exists():
         return

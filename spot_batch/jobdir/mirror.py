@@ -21,6 +21,7 @@ from typing import Any
 
 from spot_batch.job.remote import file_system, is_url, local_folder, mark_of
 from spot_batch.job.secrets import redacted
+from spot_batch.jobdir.driver_lock import drives_here
 from spot_batch.jobdir.files import (
     OutputError,
     StorageFull,
@@ -293,8 +294,6 @@ def is_driven_from(mirror: Mirror) -> bool:
 
     A driver of this host may also work in another cache folder; its record came from the store.
     """
-    from spot_batch.jobdir.driver_lock import drives_here
-
     return drives_here(mirror.root) and not mirror.has_taken(_DRIVER)
 
 

@@ -26,6 +26,7 @@ from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.render import PromptRenderer
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.measured import claim_numerics, keep_latency, latency_path, read_latency
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.progress import LoadProgress, LoadReport, unreported
 from spot_batch.records.results import Begun, Completion, Rounds
@@ -131,7 +132,7 @@ def require_numerics(job: JobDirectory, target: BlockTarget) -> None:
     from spot_batch.models.numerics import measure_numerics
 
     numerics = measure_numerics(target)
-    numerics.require(job.claim_numerics(asdict(numerics)))
+    numerics.require(claim_numerics(job, asdict(numerics)))
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast) -> Decode:
@@ -189,9 +190,9 @@ def _latency(
         "torch": torch.__version__,
         "max_sequences": settings.max_sequences,
     }
-    stored = job.latency(of_what)
+    stored = read_latency(job, of_what)
     if stored is not None:
-        return LatencyTable.from_json(stored, f"{job.latency_path(of_what)}")
+        return LatencyTable.from_json(stored, f"{latency_path(job, of_what)}")
     table = measure_latency(
         target,
         drafter,
@@ -199,7 +200,7 @@ def _latency(
         max_positions=settings.max_positions,
     )
     logger.info("latency measured up to %d slots", table.slots[-1])
-    return LatencyTable.from_json(job.keep_latency(of_what, table.to_json()))
+    return LatencyTable.from_json(keep_latency(job, of_what, table.to_json()))
 
 
 def model_info(spec: JobSpec, *, report: LoadReport = unreported) -> ModelInfo:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spot_batch.jobdir.driver_lock import DriverLease
+from spot_batch.jobdir.driver_lock import DriverLock
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ BEAT_S = 10.0
 
 
 @contextmanager
-def beating(lock: DriverLease) -> Iterator[None]:
+def beating(lock: DriverLock) -> Iterator[None]:
     """The lock beats while the block runs; a beat that cannot be written is tried again later."""
     ended = threading.Event()
 

@@ -18,6 +18,7 @@ from spot_batch.job.fingerprint import diff_fields, fingerprint
 from spot_batch.job.reading import check_spec, with_model_defaults
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
+from spot_batch.jobdir.layout import Layout
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.progress import LoadReport, RunFacts, unreported
 from spot_batch.service.assemble import model_info, sample_preparer, wanted_drafter
@@ -68,7 +69,7 @@ def plan_job(
     """
     given, spec = spec, _as_begun(with_template(spec), out)
     info = model_info(spec, report=report)
-    hub_dir = JobDirectory(out).hub_input if kept is None else kept
+    hub_dir = Layout(out).hub_input if kept is None else kept
     spec = recognised(spec, hub_dir=hub_dir)
     left_open = tuple(name for name in _SAMPLING if getattr(spec.generation, name) is None)
     threshold_of = _threshold_of(given, begun=spec, info=info)
@@ -82,7 +83,7 @@ def plan_job(
         ),
         info,
     )
-    is_begun = JobDirectory(out).exists
+    is_begun = Layout(out).exists
     pinned = pin_input(spec, hub_dir=hub_dir, is_copied=kept is None and not is_begun)
     plan = _planned(spec, info, pinned)
     if is_begun:
@@ -133,7 +134,7 @@ def _planned(spec: JobSpec, info: ModelInfo, pinned: PinnedInput) -> JobPlan:
 def _as_begun(spec: JobSpec, out: Path) -> JobSpec:
     """The spec with what it leaves open as the job in `out` settled it, if it is of this target:
     the same command goes on where it stopped though a branch moved on the hub meanwhile."""
-    if not JobDirectory(out).exists:
+    if not Layout(out).exists:
         return spec
     begun = JobDirectory.open(out).spec
     tree = spec.model_dump()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from spot_batch.checkpoints.registry import load_tokenizer
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import DriverLease
+from spot_batch.jobdir.driver_lock import DriverLock
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import compact
@@ -56,7 +56,7 @@ def run_job(
     facts: RunFacts,
     ui: ProgressSink,
     *,
-    lock: DriverLease,
+    lock: DriverLock,
     workplace: Callable[[JobDirectory], AbstractContextManager[Workplace]] = on_embedded_ray,
 ) -> JobResult:
     """Bring a job to its end, or to a stop that the same command resumes.

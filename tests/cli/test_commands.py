@@ -21,9 +21,10 @@ from spot_batch.cli.job_screen import JobScreen, LoadLines, show_results
 from spot_batch.cli.main import app
 from spot_batch.job.reading import load_spec
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock
 from spot_batch.jobdir.events import write_heartbeat
 from spot_batch.jobdir.finalize import finalize
+from spot_batch.jobdir.layout import Layout
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
 from spot_batch.records.results import CheckResult
@@ -368,7 +369,7 @@ def test_an_actor_that_loads_is_named_by_status_and_on_the_screen(
         drafted_per_round=2.314,
         drafting_share=0.84,
     )
-    with acquire_driver_lease(job):
+    with acquire_driver_lock(job):
         write_heartbeat(job, heartbeat)
         shown = Done(["status", job.root]).shown
         document = json.loads(Done(["status", job.root, "--json"]).shown)
@@ -418,8 +419,8 @@ def _ended(at: float) -> Heartbeat:
 def test_the_last_word_of_an_earlier_run_is_not_that_of_the_driver_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, taken: bool
 ) -> None:
-    job = JobDirectory(tmp_path / "out")
-    with acquire_driver_lease(job) as lease:
+    job = Layout(tmp_path / "out")
+    with acquire_driver_lock(job) as lease:
         job.spot.mkdir(parents=True, exist_ok=True)
         write_heartbeat(job, _ended(time.time() - age_s))
         monkeypatch.setattr(running.time, "sleep", lambda _: lease.release())
@@ -433,16 +434,16 @@ def test_another_job_begun_while_following_is_a_conflict_and_not_its_exit_code(
     path, out = tmp_path / "none.jsonl", tmp_path / "out"
     path.write_text("")
 
-    def driven(_: JobDirectory) -> None:
+    def driven(_: Layout) -> None:
         raise DriverAlive(str(out), os.getpid(), "here", 0.0)
 
     def follow(*_: object) -> Heartbeat:
         with monkeypatch.context() as own:
-            own.setattr(running, "acquire_driver_lease", acquire_driver_lease)
+            own.setattr(running, "acquire_driver_lock", acquire_driver_lock)
             assert Done(["submit", "-i", path, "-o", out]).code == 0
         return _ended(time.time())
 
-    monkeypatch.setattr(running, "acquire_driver_lease", driven)
+    monkeypatch.setattr(running, "acquire_driver_lock", driven)
     monkeypatch.setattr(running, "_follow", follow)
     done = Done(["submit", "-i", rows, "-o", out])
     assert done.code == 2

@@ -19,8 +19,7 @@ def make(folder: Path) -> None:
     job = make_job(folder, prompts(6), output__rows_per_part=3)
     publish_segment(job, make_outcomes(job, range(4), failed={1}))
     compact(job, 0)
-    for path in (job.logs, job.control, job.tmp):
-        shutil.rmtree(path)
+    shutil.rmtree(job.tmp)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from spot_batch.inputs.reader import InputReader
 from spot_batch.job.fingerprint import fingerprint
 from spot_batch.job.reading import load_spec, with_model_defaults
 from spot_batch.job.spec import JobSpec
+from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.records.results import Completion, Outcome, RowError, SampleStats
 
@@ -40,9 +41,7 @@ def make_job(
     spec = make_spec(path, **overrides)
     pinned = pin_input(spec, hub_dir=root / "out" / "_spot" / "input")
     mark, fields = fingerprint(spec, pinned.identity, {"weights": "w"})
-    return JobDirectory(root / "out").create_or_open(
-        spec, fingerprint=mark, fields=fields, pinned=pinned
-    )
+    return create_or_open(root / "out", spec, fingerprint=mark, fields=fields, pinned=pinned)
 
 
 def make_spec(path: Path | str, **overrides: object) -> JobSpec:

@@ -15,9 +15,11 @@ from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.job.fingerprint import fingerprint
 from spot_batch.job.reading import load_spec
 from spot_batch.job.spec import SpecError
-from spot_batch.jobdir import directory
+from spot_batch.jobdir import creation
+from spot_batch.jobdir.creation import check_usable, create, create_or_open
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
 from spot_batch.jobdir.files import OutputError, StorageFull, write_durably
+from spot_batch.jobdir.layout import Layout
 from tests.jobdir.jobs import make_job, make_spec, prompts, write_jsonl
 
 
@@ -71,7 +73,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a file; the output is a folder"):
         make_job(tmp_path, prompts(1))
     with pytest.raises(OutputError, match="a file stands in the way"):
-        JobDirectory(tmp_path / "out" / "deeper").check_usable()
+        check_usable(Layout(tmp_path / "out" / "deeper"))
 
 
 def test_a_link_in_place_of_the_inner_folder_is_refused(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_a_link_in_place_of_the_inner_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / "_spot").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OutputError, match="is a link; refused"):
-        JobDirectory(tmp_path / "out").check_usable()
+        check_usable(Layout(tmp_path / "out"))
 
 
 def test_an_empty_folder_is_ours_to_use(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_directory_of_a_later_format_is_refused(tmp_path: Path) -> None:
 def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
     job = make_job(tmp_path, prompts(3))
     job.fingerprint_path.unlink()  # it is written last
-    assert not JobDirectory(job.root).exists
+    assert not Layout(job.root).exists
     assert make_job(tmp_path, prompts(3)).fingerprint == job.fingerprint
 
 
@@ -114,7 +116,7 @@ class Stopped(BaseException):
 def test_a_creation_that_was_stopped_anywhere_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    owner = Path if step == "mkdir" else directory
+    owner = Path if step == "mkdir" else creation
     real = getattr(owner, step)
     num_stops = 0
     while True:
@@ -131,19 +133,17 @@ def test_a_creation_that_was_stopped_anywhere_is_begun_again(
             left -= 1
             return real(*args, **named)
 
-        job = JobDirectory(root)
-        job.check_usable()
+        job = Layout(root)
+        check_usable(job)
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(owner, step, stopping)
-                job._create(spec, fingerprint=mark, fields=fields, pinned=pinned)
+                create(job, spec, fingerprint=mark, fields=fields, pinned=pinned)
         except Stopped:
             num_stops += 1
         else:
             break
-        again = JobDirectory(root).create_or_open(
-            spec, fingerprint=mark, fields=fields, pinned=pinned
-        )
+        again = create_or_open(root, spec, fingerprint=mark, fields=fields, pinned=pinned)
         assert (again.num_samples, again.fingerprint) == (3, mark)
         assert all(folder.is_dir() for folder in (again.data, again.stats, again.audit))
     assert num_stops >= 6
@@ -173,7 +173,7 @@ def test_an_output_that_cannot_be_written_is_named() -> None:
     if not blocked.parent.is_dir():
         pytest.skip("needs Linux's /sys, which refuses root too")
     with pytest.raises(OutputError, match="/sys/spot-batch-test: cannot be written"):
-        JobDirectory(blocked).check_usable()
+        check_usable(Layout(blocked))
 
 
 def test_a_full_disk_is_told_from_a_bug() -> None:

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lease, read_driver
+from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock, read_driver
 from spot_batch.jobdir.events import append_event, read_events, read_heartbeat, write_heartbeat
+from spot_batch.jobdir.layout import Layout
 from spot_batch.records.progress import Heartbeat
 from tests.jobdir.jobs import make_job, prompts
 
 HOLD = """
 import sys, time
-from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
-with acquire_driver_lease(JobDirectory(sys.argv[1])):
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
+from spot_batch.jobdir.layout import Layout
+with acquire_driver_lock(Layout(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -37,19 +38,19 @@ def alter_record(job: JobDirectory, **changes: object) -> None:
 
 def test_a_second_driver_is_told_who_the_first_one_is(job: JobDirectory) -> None:
     with (
-        acquire_driver_lease(job),
+        acquire_driver_lock(job),
         pytest.raises(DriverAlive, match=f"driven by process {os.getpid()}"),
-        acquire_driver_lease(job),
+        acquire_driver_lock(job),
     ):
         pass
 
 
-def test_the_lease_ends_with_its_block(job: JobDirectory) -> None:
-    with acquire_driver_lease(job):
+def test_the_lock_ends_with_its_block(job: JobDirectory) -> None:
+    with acquire_driver_lock(job):
         assert read_driver(job) is not None
     assert read_driver(job) is None
-    with acquire_driver_lease(job) as lease:
-        assert lease.is_held
+    with acquire_driver_lock(job) as lock:
+        assert lock.is_held
 
 
 def test_a_driver_that_was_killed_holds_nothing(job: JobDirectory) -> None:
@@ -58,17 +59,17 @@ def test_a_driver_that_was_killed_holds_nothing(job: JobDirectory) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(DriverAlive, match=str(holder.pid)), acquire_driver_lease(job):
+        with pytest.raises(DriverAlive, match=str(holder.pid)), acquire_driver_lock(job):
             pass
         holder.kill()
-    with acquire_driver_lease(job) as lease:
-        assert lease.is_held
+    with acquire_driver_lock(job) as lock:
+        assert lock.is_held
 
 
-def test_a_process_that_took_over_the_pid_does_not_hold_the_lease(job: JobDirectory) -> None:
-    with acquire_driver_lease(job) as first:
+def test_a_process_that_took_over_the_pid_does_not_hold_the_lock(job: JobDirectory) -> None:
+    with acquire_driver_lock(job) as first:
         alter_record(job, start_time="1")
-        with acquire_driver_lease(job) as second:
+        with acquire_driver_lock(job) as second:
             assert second.is_held
             assert not first.is_held
             first.beat()  # says nothing
@@ -76,34 +77,34 @@ def test_a_process_that_took_over_the_pid_does_not_hold_the_lease(job: JobDirect
 
 
 def test_a_driver_on_another_host_lives_while_its_heart_beats(job: JobDirectory) -> None:
-    with acquire_driver_lease(job):
+    with acquire_driver_lock(job):
         alter_record(job, host="elsewhere/pid:[1]")
-        with pytest.raises(DriverAlive, match="on elsewhere, last"), acquire_driver_lease(job):
+        with pytest.raises(DriverAlive, match="on elsewhere, last"), acquire_driver_lock(job):
             pass
         alter_record(job, host="elsewhere/pid:[1]", heartbeat=time.time() - 61)
-        with acquire_driver_lease(job) as lease:
-            assert lease.is_held
+        with acquire_driver_lock(job) as lock:
+            assert lock.is_held
 
 
 def test_a_torn_record_holds_nothing(job: JobDirectory) -> None:
     job.driver_path.write_text('{"pid": 1')
-    with acquire_driver_lease(job) as lease:
-        assert lease.is_held
+    with acquire_driver_lock(job) as lock:
+        assert lock.is_held
 
 
 def test_a_beat_moves_the_heartbeat(job: JobDirectory) -> None:
-    with acquire_driver_lease(job) as lease:
+    with acquire_driver_lock(job) as lock:
         alter_record(job, heartbeat=5.0)
-        lease.beat()
+        lock.beat()
         record = read_driver(job)
         assert record is not None
         assert time.time() - record.heartbeat < 10
 
 
-def test_a_job_may_be_leased_before_it_is_created(tmp_path: Path) -> None:
-    with acquire_driver_lease(JobDirectory(tmp_path / "out")) as lease:
+def test_a_job_may_be_locked_before_it_is_created(tmp_path: Path) -> None:
+    with acquire_driver_lock(Layout(tmp_path / "out")) as lock:
         assert make_job(tmp_path, prompts(1)).num_samples == 1
-        assert lease.is_held
+        assert lock.is_held
 
 
 def test_events_of_several_processes_stand_whole(job: JobDirectory) -> None:

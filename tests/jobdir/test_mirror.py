@@ -15,7 +15,7 @@ from spot_batch.job.reading import load_spec
 from spot_batch.job.remote import local_folder
 from spot_batch.job.spec import SpecError
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
@@ -261,7 +261,7 @@ def test_a_driver_of_another_cache_folder_is_seen_through_the_store(
     s3: Any, tmp_path: Path
 ) -> None:
     job = begin(tmp_path)
-    with acquire_driver_lease(job), mirrored(job.root):
+    with acquire_driver_lock(job), mirrored(job.root):
         elsewhere = JobDirectory.open(folder_of(URL))
         assert not elsewhere.segments.exists()
         publish_segment(job, make_outcomes(job, range(4)))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import _write_part, compact, delete_covered_segments
@@ -357,7 +357,7 @@ def finished(tmp_path: Path) -> JobDirectory:
 
 
 def run_again(job: JobDirectory) -> JobResult:
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         return run_job(job, FACTS, Silent(), lock=lock)
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from spot_batch.job.reading import load_spec
 from spot_batch.job.spec import JobSpec
+from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.events import read_events
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import compact
@@ -63,8 +64,8 @@ def small_spec(rows: Path, overrides: Mapping[str, object] | None = None) -> Job
 
 def begin(out: Path, spec: JobSpec) -> tuple[JobDirectory, JobPlan]:
     plan = plan_job(spec, out)
-    job = JobDirectory(out).create_or_open(
-        plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+    job = create_or_open(
+        out, plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
     )
     return job, plan
 
@@ -72,7 +73,7 @@ def begin(out: Path, spec: JobSpec) -> tuple[JobDirectory, JobPlan]:
 def run(out: Path, spec: JobSpec) -> JobResult:
     """Submit a job in this process, to its end."""
     job, plan = begin(out, spec)
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         return run_job(job, plan.facts, Silent(), lock=lock)
 
 

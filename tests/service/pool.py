@@ -21,7 +21,7 @@ import torch
 from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
@@ -310,7 +310,7 @@ def _drive(
     def workplace(_: JobDirectory) -> Iterator[Pool]:
         yield Pool(num_actors, actor)
 
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         if retry:
             begin_retry(job)
         result = run_job(job, FACTS, Silent(), lock=lock, workplace=workplace)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.scan import scan
 from spot_batch.jobdir.segments import publish_segment
@@ -89,8 +90,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fresh")
     spec = small_spec(write_rows(folder, prompts(NUM_ROWS)), SPEC)
     plan = plan_job(spec, folder / "out")
-    JobDirectory(folder / "out").create_or_open(
-        plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+    create_or_open(
+        folder / "out",
+        plan.spec,
+        fingerprint=plan.fingerprint,
+        fields=plan.fields,
+        pinned=plan.pinned,
     )
     return folder / "out"
 

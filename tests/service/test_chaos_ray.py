@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.service import fleet
 from spot_batch.service.actor import Actor
 from spot_batch.service.progress import Exit, Silent
@@ -52,7 +52,7 @@ def _drive_on_ray(root: Path, reach: Callable[[str], None]) -> None:
     os.setsid()
     fleet.Actor = KilledActor  # type: ignore[misc]
     job = JobDirectory.open(root, reach=reach)
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         result = run_job(job, FACTS, Silent(), lock=lock)
     os._exit(int(result.exit_code))
 

@@ -15,6 +15,7 @@ import pytest
 import spot_batch
 from spot_batch.inputs.errors import InputError
 from spot_batch.job.spec import SpecError
+from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.results.export import ExportSpec, export
 from spot_batch.service.plan import plan_job
@@ -44,8 +45,8 @@ HURT: dict[str, Any] = {
 
 def begin(out: Path, source: Path, overrides: dict[str, Any]) -> JobDirectory:
     plan = plan_job(small_spec(source, overrides), out)
-    return JobDirectory(out).create_or_open(
-        plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
+    return create_or_open(
+        out, plan.spec, fingerprint=plan.fingerprint, fields=plan.fields, pinned=plan.pinned
     )
 
 

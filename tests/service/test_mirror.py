@@ -11,7 +11,7 @@ import pyarrow.dataset
 import pytest
 
 from spot_batch.job.remote import local_folder
-from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.layout import Layout
 from spot_batch.jobdir.mirror import folder_of
 from spot_batch.service.progress import Exit
 from tests.service.jobs import (
@@ -50,7 +50,7 @@ def test_a_job_in_an_object_store_outlives_its_machine(
         assert json.loads(status.communicate(timeout=60)[0])["driver_alive"]
     finally:
         kill_group(first)
-    assert not JobDirectory(local_folder(URL)).is_complete, "the job was too short"
+    assert not Layout(local_folder(URL)).is_complete, "the job was too short"
     shutil.rmtree(tmp_path / "one")  # the machine and its disk are gone, its input too
     rows.unlink()
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease, read_driver
+from spot_batch.jobdir.driver_lock import acquire_driver_lock, read_driver
 from spot_batch.records.progress import Heartbeat
 from spot_batch.service.progress import Exit, Silent
 from spot_batch.service.run import run_job
@@ -169,7 +169,7 @@ def test_a_target_that_loads_says_how_far_it_is_actor_by_actor(
     overrides = {"model.target": str(model), "generation.max_new_tokens": 8}
     job, plan = begin(tmp_path / "out", small_spec(rows, overrides))
     ui = Watching()
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         result = run_job(job, plan.facts, ui, lock=lock)
     assert result.exit_code == Exit.COMPLETE, result.message
     for actor in range(2):
@@ -240,7 +240,7 @@ def test_a_target_that_is_gone_is_said_once(rows: Path, tmp_path: Path) -> None:
     spec = small_spec(rows, {"model.target": str(target), "resources.actors": 1})
     job, plan = begin(tmp_path / "out", spec)
     (target / "model.safetensors").unlink()
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         result = run_job(job, plan.facts, Silent(), lock=lock)
     assert result.exit_code == Exit.BAD_INPUT
     assert "no .safetensors file" in result.message

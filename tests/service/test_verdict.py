@@ -10,7 +10,7 @@ import pytest
 
 from spot_batch.inputs.ids import audit_sample_ids
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.events import read_heartbeat
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.records.lending import Lease
@@ -46,7 +46,7 @@ def published(
 
 
 def finish(job: JobDirectory, plan: JobPlan) -> JobResult:
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         return run_job(job, plan.facts, Silent(), lock=lock)
 
 
@@ -113,7 +113,7 @@ def test_error_rows_among_the_audited_are_made_up_for_by_others(tmp_path: Path) 
     job, plan = begin(tmp_path / "out", small_spec(write_rows(tmp_path, rows), given))
     first = audit_sample_ids(24, fraction=0.01, min_rows=5, fingerprint=job.fingerprint)
     assert max(first) >= 6, "want one of the audited to fail"
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         result = run_job(
             job, plan.facts, Silent(), lock=lock, workplace=lambda job: nullcontext(Pool(2))
         )

@@ -22,8 +22,9 @@ from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
 from spot_batch.job.fingerprint import fingerprint
 from spot_batch.job.reading import load_spec, with_model_defaults
+from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import acquire_driver_lease
+from spot_batch.jobdir.driver_lock import acquire_driver_lock
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
 from spot_batch.jobdir.segments import publish_segment
@@ -55,12 +56,12 @@ def bench_store(folder: Path, *, num_samples: int, lease_rows: int) -> StoreFigu
     """Runs a job to its half, stops it as a Ctrl-C would, and resumes it to its end."""
     job = _begun(folder, num_samples)
     half = _Bench(lease_rows, stop_after=num_samples // 2)
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         first = run_job(job, _FACTS, Silent(), lock=lock, workplace=half.workplace)
     assert first.exit_code == Exit.RESUMABLE, first.message
     rest = _Bench(lease_rows, stop_after=None)
     began_s = time.monotonic()
-    with acquire_driver_lease(job) as lock:
+    with acquire_driver_lock(job) as lock:
         result = run_job(job, _FACTS, Silent(), lock=lock, workplace=rest.workplace)
     elapsed_s = time.monotonic() - began_s
     assert result.exit_code == Exit.COMPLETE, result.message
@@ -84,9 +85,7 @@ def _begun(folder: Path, num_rows: int) -> JobDirectory:
     spec = with_model_defaults(load_spec(None, given))
     pinned = pin_input(spec)
     mark, fields = fingerprint(spec, pinned.identity, {"name": "bench"})
-    return JobDirectory(folder / "out").create_or_open(
-        spec, fingerprint=mark, fields=fields, pinned=pinned
-    )
+    return create_or_open(folder / "out", spec, fingerprint=mark, fields=fields, pinned=pinned)
 
 
 class _Bench:
