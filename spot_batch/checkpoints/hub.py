@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ logger = logging.getLogger(__name__)
 _PACKAGED = Path(__file__).parent.parent / "assets" / "targets"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SOON_S = 0.2  # a lock that nobody holds is ours by then
 
 
 def locate(target: str, *, revision: str | None = None, report: LoadReport = unreported) -> Path:
@@ -81,19 +79,14 @@ def download(
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        GatedRepoError,
         HFValidationError,
         HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
         XetDownloadError,
     )
 
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
-    offline = constants.is_offline_mode()
     try:
-        with _alone(target, report) if not offline else nullcontext():
+        with _alone(target, report) if not constants.is_offline_mode() else nullcontext():
             path = Path(
                 snapshot_download(
                     target,
@@ -102,71 +95,74 @@ def download(
                     tqdm_class=None if report is unreported else _byte_counter(report),
                 )
             )
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{target}: the repository is gated: accept its terms at {constants.ENDPOINT}/{target} "
-            "and log in with `hf auth login` (or set HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{target}: the repository has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{target}: no local folder, and no such repository at {constants.ENDPOINT} (a private "
-            "one needs `hf auth login` or HF_TOKEN)"
-        ) from error
-    except HFValidationError as error:
-        raise ModelError(f"{target}: no local folder, and no hub id ({error})") from error
-    except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached"
-        raise ModelError(
-            f"{target}: no local folder, not complete in the cache {constants.HF_HUB_CACHE}, and "
-            f"{why}"
-        ) from error
-    except (OSError, HTTPError, XetDownloadError) as error:
-        if getattr(error, "errno", None) in _FULL:
-            raise ModelError(
-                f"{target}: no space left in {constants.HF_HUB_CACHE} for its files: make room, or "
-                "set HF_HOME to a larger disk"
-            ) from error
-        raise ModelError(
-            f"{target}: the download from {constants.ENDPOINT} failed ({_first_line(error)})"
-        ) from error
+    except (OSError, HTTPError, HFValidationError, XetDownloadError) as error:
+        raise ModelError(f"{target}: {_why_it_failed(error, target, revision)}") from error
     if not (path / "config.json").is_file():
         raise ModelError(f"{target}: the repository has no config.json")
     return path
 
 
+def _why_it_failed(error: Exception, target: str, revision: str | None) -> str:
+    """What kept a repository from coming, and what the user can do about it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    match error:
+        case GatedRepoError():
+            return (
+                f"the repository is gated: accept its terms at {constants.ENDPOINT}/{target} and "
+                "log in with `hf auth login` (or set HF_TOKEN)"
+            )
+        case RevisionNotFoundError():
+            return f"the repository has no revision {revision!r}"
+        case RepositoryNotFoundError():
+            return (
+                f"no local folder, and no such repository at {constants.ENDPOINT} (a private one "
+                "needs `hf auth login` or HF_TOKEN)"
+            )
+        case HFValidationError():
+            return f"no local folder, and no hub id ({error})"
+        case LocalEntryNotFoundError():
+            offline = constants.is_offline_mode()
+            why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached"
+            return f"no local folder, not complete in the cache {constants.HF_HUB_CACHE}, and {why}"
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return (
+                f"no space left in {constants.HF_HUB_CACHE} for its files: make room, or set "
+                "HF_HOME to a larger disk"
+            )
+    return f"the download from {constants.ENDPOINT} failed ({_first_line(error)})"
+
+
 @contextmanager
 def _alone(target: str, report: LoadReport) -> Iterator[None]:
-    """Hold a repository's lock in the hub's cache; others of this node are waited for.
+    """Hold a repository's lock in the hub's cache; another process that holds it is waited for.
 
-    A cache that cannot be written to has nothing to lock: its library still locks file by file.
+    The hub's library locks file by file. This lock lets one process alone ask the hub, and lets
+    the others say that they wait. A cache that cannot be written to has nothing to lock.
     """
+    from filelock import Timeout
     from huggingface_hub import constants
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     folder = Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{target.replace('/', '--')}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "spot-batch.lock", os.O_RDWR | os.O_CREAT, 0o664)
-    except OSError:
+    lock = folder / "spot-batch.lock"
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(WeakFileLock(lock, timeout=_SOON_S))
+        except Timeout:
+            report(LoadProgress("waiting"))
+            held.enter_context(WeakFileLock(lock))
+        except OSError:
+            logger.debug("%s cannot be locked: files may be asked for twice", folder)
         yield
-        return
-    try:
-        _lock(lock, report)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(lock: int, report: LoadReport) -> None:
-    """Wait for a lock that goes with its process; some file systems have none."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        report(LoadProgress("waiting"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        logger.debug("the cache's file system has no locks: files may be asked for twice")
 
 
 def _byte_counter(report: LoadReport) -> type:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
 
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.json_files import read_json
@@ -19,9 +19,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
-_LENGTH_BYTES = 8
 _HASHED_BYTES = 2**23  # at a time
-_MOST_HEADER_BYTES = 100_000_000  # what safetensors itself takes
+_MOST_SAID = 120  # characters of what safetensors says, which may quote the file
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -138,60 +137,30 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            length, text = _header_text(file, stream, size)
-        header = json.loads(text)
+        if _is_pointer(file):
+            raise ModelError(f"{file}: is a Git LFS pointer, not the weights: run `git lfs pull`")
+        with safe_open(file, framework="numpy") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
     except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{file}: its header is damaged; fetch the file again") from error
-    if not isinstance(header, dict):
-        raise ModelError(f"{file}: its header is damaged; fetch the file again")
-    held = size - _LENGTH_BYTES - length
-    tensors = {
-        name: _stored(file, name, entry, held)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-    told = sum(tensor.num_bytes for tensor in tensors.values())
-    if told != held:
-        raise ModelError(f"{file}: its tensors take {told:,} bytes, the file holds {held:,}")
+        raise ModelError(f"{file}: cannot be read ({error})") from error
+    except SafetensorError as error:
+        why = str(error).splitlines()[0][:_MOST_SAID]
+        raise ModelError(
+            f"{file}: truncated or damaged ({why}); its {file.stat().st_size:,} bytes are not what "
+            "was published: fetch the file again"
+        ) from error
+    tensors = {}
+    for name, stored_slice in slices.items():
+        dtype, shape = stored_slice.get_dtype(), tuple(stored_slice.get_shape())
+        if dtype not in ELEMENT_BYTES:
+            raise ModelError(
+                f"{file}: {name} is stored as {dtype}; want one of {', '.join(ELEMENT_BYTES)}"
+            )
+        tensors[name] = StoredTensor(dtype, shape, math.prod(shape) * ELEMENT_BYTES[dtype])
     return tensors
 
 
-def _header_text(file: Path, stream: BinaryIO, size: int) -> tuple[int, bytes]:
-    """(length of the header, its text)."""
-    start = stream.read(_LENGTH_BYTES)
-    if start + stream.read(len(_LFS_POINTER) - len(start)) == _LFS_POINTER:
-        raise ModelError(f"{file}: is a Git LFS pointer, not the weights: run `git lfs pull`")
-    length = int.from_bytes(start, "little")
-    if len(start) < _LENGTH_BYTES or length > size - _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-        raise ModelError(
-            f"{file}: truncated or no safetensors file: its {size:,} bytes do not hold the header"
-        )
-    stream.seek(_LENGTH_BYTES)
-    return length, stream.read(length)
-
-
-def _stored(file: Path, name: str, entry: Any, held: int) -> StoredTensor:
-    try:
-        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-        begin, end = map(int, entry["data_offsets"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise ModelError(f"{file}: its header is damaged at {name}; fetch it again") from error
-    if dtype not in ELEMENT_BYTES:
-        raise ModelError(
-            f"{file}: {name} is stored as {dtype}; want one of {', '.join(ELEMENT_BYTES)}"
-        )
-    if end > held:
-        raise ModelError(
-            f"{file}: truncated: {name} ends at byte {end:,} of the data, the file holds {held:,}; "
-            "fetch it again"
-        )
-    if begin < 0 or end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:
-        raise ModelError(f"{file}: its header is damaged at {name}; fetch it again")
-    return StoredTensor(dtype, shape, end - begin)
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
