@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from spot_batch.checkpoints.families import FAMILIES
-from spot_batch.checkpoints.registry import ModelInfo, read_json
+from spot_batch.checkpoints.json_files import read_json
+from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.checkpoints.shapes import read_sizes, tensor_shapes
 from tests.tiny_models import attend, byte_tokenizer
 

@@ -12,7 +12,8 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from spot_batch.checkpoints.registry import ModelInfo, read_json
+from spot_batch.checkpoints.json_files import read_json
+from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.models.qwen3 import qwen3_config
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")

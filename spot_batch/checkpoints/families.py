@@ -81,7 +81,6 @@ _FAMILIES = (
 )
 
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _FAMILIES}
-FAMILIES_BY_NAME: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 
 _FULL_ATTENTION = (
     "is not offered yet: it attends to its whole canvas, so no prefix can be stored exactly"

@@ -25,18 +25,6 @@ from spot_batch.checkpoints.weights import hash_files, hash_weights, read_header
 from spot_batch.records.progress import LoadReport, unreported
 from spot_batch.records.sampling import SamplingParams
 
-__all__ = [
-    "ModelError",
-    "ModelInfo",
-    "describe_folder",
-    "describe_published",
-    "load_tokenizer",
-    "locate",
-    "packaged_targets",
-    "read_json",
-    "resolve_model",
-]
-
 logger = logging.getLogger(__name__)
 
 _BUNDLED_THRESHOLD = 0.9  # the bundled targets are no release of SDAR's authors: their own

@@ -26,8 +26,8 @@ app.add_typer(targets, name="targets")
 def list_targets(as_json: Json = False) -> None:
     """The families, packaged and published targets, and who is refused and why. No network."""
     from spot_batch.checkpoints.families import AUTOREGRESSIVE, EDITING, FAMILIES, REFUSED
+    from spot_batch.checkpoints.hub import packaged_targets
     from spot_batch.checkpoints.published import published_names
-    from spot_batch.checkpoints.registry import packaged_targets
     from spot_batch.checkpoints.report import describe_target
     from spot_batch.models.block import check_network
     from spot_batch.terminal.screen import Screen

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer, resolve_model
+from spot_batch.checkpoints.registry import ModelInfo, resolve_model
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.engine.engine import Engine, EngineSettings

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer, packaged_targets
+from spot_batch.checkpoints.hub import packaged_targets
+from spot_batch.checkpoints.registry import ModelInfo
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
 from spot_batch.inputs.pin import drop_sources, pin_input, recognised
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer

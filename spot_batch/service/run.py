@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from spot_batch.checkpoints.registry import load_tokenizer
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import DriverLock

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from spot_batch.checkpoints.registry import ModelError, load_tokenizer, resolve_model
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.models.block import load_target
 from tests.families import save_tensors, write_checkpoint
 from tests.tiny_models import publish_tokenizer, write_target

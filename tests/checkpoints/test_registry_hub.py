@@ -14,8 +14,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.hub import download, find_folder
-from spot_batch.checkpoints.registry import ModelError
 from spot_batch.checkpoints.report import describe_target
 from spot_batch.models.block import check_network
 from tests.checkpoints.hub import GATED, MAIN, OLD, OPEN, Hub, environment, files_of, serving

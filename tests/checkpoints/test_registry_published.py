@@ -7,8 +7,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from spot_batch.checkpoints.dtypes import choose_dtype
+from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.published import published, published_names
-from spot_batch.checkpoints.registry import ModelError, ModelInfo, describe_published
+from spot_batch.checkpoints.registry import ModelInfo, describe_published
 from spot_batch.checkpoints.report import describe_target, memory_of
 from spot_batch.checkpoints.shapes import num_parameters, tensor_shapes, unstacked
 from spot_batch.models.block import check_network, meta_body

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spot_batch.checkpoints.registry import ModelError, resolve_model
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.checkpoints.weights import hash_is_free, hash_weights, read_headers
 from tests.families import write_checkpoint
 

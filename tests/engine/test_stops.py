@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spot_batch.checkpoints.registry import load_tokenizer, resolve_model
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.stops import End, cut_at_text, find_end

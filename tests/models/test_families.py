@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spot_batch.checkpoints.families import FAMILIES_BY_NAME
-from spot_batch.checkpoints.registry import ModelError, ModelInfo, resolve_model
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.families import family_of
+from spot_batch.checkpoints.registry import ModelInfo, resolve_model
 from spot_batch.checkpoints.shapes import read_sizes, tensor_shapes
 from spot_batch.models.block import BlockTarget, load_target, meta_body
 from spot_batch.models.llada2 import Router, llada2_config
@@ -233,7 +234,8 @@ PUBLISHED_LAYER["sdar-moe"] = [
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_network_without_memory_has_the_published_tensors(name: str) -> None:
-    family, config = FAMILIES_BY_NAME[name], {**CONFIGS[name], "vocab_size": 264}
+    config = {**CONFIGS[name], "vocab_size": 264}
+    family = family_of(name, (name,), config)
     body = meta_body(config, family)
     tensors = body.published()
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
@@ -298,8 +300,8 @@ def test_bias_and_shared_expert_count(
 
 
 def router(**changes: object) -> Router:
-    family = FAMILIES_BY_NAME["llada2"]
     config = {**CONFIGS["llada2"], "vocab_size": 264, "num_experts": 32, **changes}
+    family = family_of("tiny", ("tiny",), config)
     made = Router(llada2_config(config, read_sizes(config, family, "tiny"), where="tiny"))
     made.requires_grad_(False)
     made.proj.weight.copy_(torch.randn(made.proj.weight.shape, generator=seeded(0)) / 8)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spot_batch.checkpoints.registry import ModelError, resolve_model
+from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.registry import resolve_model
 from spot_batch.models.block import load_target
 from spot_batch.records.progress import LoadProgress
 from tests.families import save_tensors, write_checkpoint

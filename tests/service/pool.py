@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer
+from spot_batch.checkpoints.registry import ModelInfo
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import acquire_driver_lock

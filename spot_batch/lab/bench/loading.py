@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.hub import find_folder
+from spot_batch.checkpoints.json_files import read_json
 from spot_batch.checkpoints.published import published
 from spot_batch.checkpoints.registry import (
-    ModelError,
     ModelInfo,
     describe_folder,
     describe_published,
-    read_json,
     resolve_model,
 )
 from spot_batch.drafters.base import Drafter

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from spot_batch.checkpoints.registry import ModelInfo, load_tokenizer
+from spot_batch.checkpoints.registry import ModelInfo
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.json_lines import json_lines
 from spot_batch.records.sampling import Request, SamplingParams

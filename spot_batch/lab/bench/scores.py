@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spot_batch.checkpoints.registry import load_tokenizer
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.engine.engine import EngineSettings
 from spot_batch.lab.bench.exact import decode_all
 from spot_batch.lab.bench.grading import ScoreCell, ScoreRow, find_grader, score_row

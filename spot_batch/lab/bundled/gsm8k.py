@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from spot_batch.checkpoints.registry import load_tokenizer, resolve_model
+from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.json_lines import json_lines

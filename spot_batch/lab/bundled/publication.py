@@ -14,9 +14,7 @@ from spot_batch.lab.bundled.gsm8k import Gsm8kFigures
 from spot_batch.lab.bundled.model import make_model
 from spot_batch.lab.bundled.target import (
     TargetSettings,
-    fresh_training,
     load_tokenizer,
-    ready_tokenizer,
     step_of,
 )
 from spot_batch.lab.bundled.tokenizer import END_OF_TEXT, IM_END, MASK, save_tokenizer
@@ -76,20 +74,6 @@ def evaluate_checkpoint(
     model.load_state_dict({name: w.to(torch.bfloat16).float() for name, w in weights.items()})
     tokenizer = load_tokenizer(checkpoint.parent / "tokenizer")
     return evaluate(model, tokenizer, problems, block_length=settings.block_length)
-
-
-def export_random_target(run: Path, folder: Path, *, settings: TargetSettings) -> None:
-    """Write the run's untrained model: the same shapes, nothing learnt."""
-    run.mkdir(parents=True, exist_ok=True)
-    ready_tokenizer(settings, run)
-    write_folder(
-        fresh_training(settings).average,
-        run / "tokenizer",
-        folder,
-        settings=settings,
-        command="none: random weights",
-        notes=["Random weights."],
-    )
 
 
 def write_folder(

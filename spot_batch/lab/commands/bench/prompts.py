@@ -25,7 +25,8 @@ def prompts(
     as_json: Json = False,
 ) -> None:
     """The exact prompt of each task, as the model is given it."""
-    from spot_batch.checkpoints.registry import load_tokenizer, resolve_model
+    from spot_batch.checkpoints.registry import resolve_model
+    from spot_batch.checkpoints.tokenizer import load_tokenizer
     from spot_batch.lab.bench.questions import rendered
     from spot_batch.lab.bench.tasks import find_tasks, load_task
 
