@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spot_batch.cli.app import app
 from spot_batch.terminal.errors import plain_errors
 from spot_batch.terminal.options import Json, Seed, check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-drafters = typer.Typer(
-    help="Drafters: which there are, what a file is, taking one over.", no_args_is_help=True
-)
-calibrate = typer.Typer(help="Calibrate drafters.", no_args_is_help=True)
-app.add_typer(drafters, name="drafters")
-app.add_typer(calibrate, name="calibrate")
 
-
-@drafters.command("list")
 @plain_errors
 def list_drafters(as_json: Json = False) -> None:
     """The packaged drafters, and how they do on held-out prompts."""
@@ -60,7 +51,6 @@ def _summary(card: Mapping[str, Any]) -> str:
         return "no held-out figures"
 
 
-@calibrate.command("masses")
 @plain_errors
 def masses(
     jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],

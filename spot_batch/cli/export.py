@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import Out, app
 from spot_batch.terminal.errors import plain_errors
+from spot_batch.terminal.options import Out
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from spot_batch.results.export import ExportSpec
 
 
-@app.command()
 @plain_errors
 def export(
     out: Out,

@@ -1,9 +1,17 @@
-"""The command line, whole: the service's commands, and those of the laboratory."""
+"""The program: every command by its name, the service's and the laboratory's.
+
+The commands on one job are in `job`, but for `export` and `replay`; those on packaged specs are in
+`specs`, those of a group in the module of its name, those of `bench` in one module each. What needs
+torch or ray is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
-from spot_batch.cli import drafters, export, replay, targets, training
-from spot_batch.cli.app import app
+from spot_batch.cli import drafters, export, job, replay, specs, targets, training
 from spot_batch.lab.commands import calibrating, foreign
 from spot_batch.lab.commands import training as bundled
 from spot_batch.lab.commands.bench import (
@@ -19,22 +27,71 @@ from spot_batch.lab.commands.bench import (
     throughput,
 )
 
-bench = typer.Typer(help="Measurements that anyone can run.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-bench.command("exact")(exact.exact)
-bench.command("latency")(latency.latency)
-bench.command("throughput")(throughput.throughput)
-bench.command("simulate")(simulate.simulate)
-bench.command("occupancy")(occupancy.occupancy)
-bench.command("store")(store.store)
-bench.command("nfe")(nfe.nfe)
-bench.command("commit-order")(commit_order.commit_order)
-bench.command("scores")(scores.scores)
-bench.command("prompts")(prompts.prompts)
-training.train.command("corpus")(bundled.corpus)
-training.train.command("target")(bundled.target)
-drafters.drafters.command("inspect")(foreign.inspect)
-drafters.drafters.command("import")(foreign.import_drafter)
-drafters.calibrate.command("spiffy")(calibrating.spiffy)
+app = typer.Typer(
+    name="spot-batch",
+    help="Exact batch inference for block-diffusion language models: prompts in, Arrow out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
-__all__ = ["app", "export", "replay", "targets"]
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from spot_batch.version import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def _group(name: str, about: str) -> typer.Typer:
+    found = typer.Typer(help=about, no_args_is_help=True)
+    app.add_typer(found, name=name)
+    return found
+
+
+app.command("submit")(job.submit)
+app.command("demo")(job.demo)
+app.command("resume")(job.resume)
+app.command("retry")(job.retry)
+app.command("status")(job.status)
+app.command("validate")(job.validate)
+app.command("export")(export.export)
+app.command("replay")(replay.replay)
+app.command("init")(specs.init)
+app.command("jobs")(specs.jobs)
+app.command("trajectories")(training.trajectories)
+
+_targets = _group("targets", "Targets: which there are, what one is.")
+_targets.command("list")(targets.list_targets)
+_targets.command("check")(targets.check)
+
+_drafters = _group("drafters", "Drafters: which there are, what a file is, taking one over.")
+_drafters.command("list")(drafters.list_drafters)
+_drafters.command("inspect")(foreign.inspect)
+_drafters.command("import")(foreign.import_drafter)
+
+_train = _group("train", "Train targets and drafters.")
+_train.command("drafter")(training.drafter)
+_train.command("corpus")(bundled.corpus)
+_train.command("target")(bundled.target)
+
+_calibrate = _group("calibrate", "Calibrate drafters.")
+_calibrate.command("masses")(drafters.masses)
+_calibrate.command("spiffy")(calibrating.spiffy)
+
+_bench = _group("bench", "Measurements that anyone can run.")
+_bench.command("exact")(exact.exact)
+_bench.command("latency")(latency.latency)
+_bench.command("throughput")(throughput.throughput)
+_bench.command("simulate")(simulate.simulate)
+_bench.command("occupancy")(occupancy.occupancy)
+_bench.command("store")(store.store)
+_bench.command("nfe")(nfe.nfe)
+_bench.command("commit-order")(commit_order.commit_order)
+_bench.command("scores")(scores.scores)
+_bench.command("prompts")(prompts.prompts)

@@ -6,12 +6,10 @@ from typing import Annotated
 
 import typer
 
-from spot_batch.cli.app import Out, app
 from spot_batch.terminal.errors import plain_errors
-from spot_batch.terminal.options import Json
+from spot_batch.terminal.options import Json, Out
 
 
-@app.command()
 @plain_errors
 def replay(
     out: Out,

@@ -50,23 +50,23 @@ class JobCommand:
     begin: Callable[[Screen, JobPlan], JobDirectory]
 
 
-def new_job(spec: JobSpec, out: Path, *, save_spec: Path | None = None) -> JobCommand:
-    """A job by its spec: begun in `out`, or gone on with there where it is the same."""
+def new_job(spec: JobSpec, *, save_spec: Path | None = None) -> JobCommand:
+    """A job by its spec: begun in its directory, or gone on with there where it is the same."""
     if spec.output.path is not None and is_url(spec.output.path):
         folder_of(spec.output.path)
-    directory = Layout(out)
+    directory = Layout(spec.directory)
     _check_output(spec, directory)
 
     def plan(screen: Screen) -> JobPlan:
         check_usable(directory)
-        planned = plan_job(spec, out, report=LoadLines(screen))
-        _show_planned(screen, planned, out, save_spec)
+        planned = plan_job(spec, directory.root, report=LoadLines(screen))
+        _show_planned(screen, planned, save_spec)
         return planned
 
     def begin(screen: Screen, plan: JobPlan) -> JobDirectory:
         del screen
         return create_or_open(
-            out,
+            directory.root,
             plan.spec,
             fingerprint=plan.fingerprint,
             fields=plan.fields,
@@ -101,15 +101,14 @@ def retried_job(out: Path, codes: Sequence[str]) -> JobCommand:
     return JobCommand(directory=job, plan=lambda screen: plan_of(job), begin=begin)
 
 
-def show_dry_run(
-    spec: JobSpec, out: Path, *, save_spec: Path | None = None, as_json: bool = False
-) -> int:
+def show_dry_run(spec: JobSpec, *, save_spec: Path | None = None, as_json: bool = False) -> int:
     """What a job would be; nothing is started or left behind."""
     screen = Screen(to_stderr=as_json)
+    out = spec.directory
     _check_output(spec, Layout(out))
     with tempfile.TemporaryDirectory() as kept:
         plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
-        _show_planned(screen, plan, out, save_spec)
+        _show_planned(screen, plan, save_spec)
     screen.line("dry run: nothing was started")
     if as_json:
         head = {"out": spec.output.path or str(out), "fingerprint": plan.fingerprint}
@@ -143,7 +142,7 @@ def _check_output(spec: JobSpec, directory: Layout) -> None:
         raise OutputError(f"{file}: is there already; give another output")
 
 
-def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | None) -> None:
+def _show_planned(screen: Screen, plan: JobPlan, save_spec: Path | None) -> None:
     if save_spec is not None:
         if save_spec.exists():
             try:
@@ -154,7 +153,7 @@ def _show_planned(screen: Screen, plan: JobPlan, out: Path, save_spec: Path | No
                 ) from None
         save_spec.write_text(dump_spec(plan.spec), encoding="utf-8")
         screen.line(f"spec written to {save_spec}")
-    show_plan(screen, plan, out)
+    show_plan(screen, plan, plan.spec.directory)
 
 
 def _attend(
@@ -167,7 +166,7 @@ def _attend(
     _check_same(directory, plan)
     screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
     try:
-        heartbeat = _follow(screen, directory)
+        heartbeat = follow(screen, directory)
     except KeyboardInterrupt:
         screen.line("it goes on without this command")
         return Exit.RESUMABLE
@@ -187,7 +186,7 @@ def _check_same(directory: Layout, plan: JobPlan) -> None:
         raise SpecConflict(str(directory.root), tuple(diff_fields(job.fields, now)))
 
 
-def _follow(screen: Screen, directory: Layout) -> Heartbeat | None:
+def follow(screen: Screen, directory: Layout) -> Heartbeat | None:
     """Show another driver's progress; its last word, or None where it died without one."""
     began = time.time()
     with JobScreen(screen) as progress:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spot_batch.cli.app import app
 from spot_batch.terminal.errors import plain_errors
 from spot_batch.terminal.options import Json
 
@@ -17,11 +16,7 @@ if TYPE_CHECKING:
     from spot_batch.checkpoints.report import Description, Memory, Weights
     from spot_batch.drafters.registry import DrafterChoice
 
-targets = typer.Typer(help="Targets: which there are, what one is.", no_args_is_help=True)
-app.add_typer(targets, name="targets")
 
-
-@targets.command("list")
 @plain_errors
 def list_targets(as_json: Json = False) -> None:
     """The families, packaged and published targets, and who is refused and why. No network."""
@@ -62,7 +57,6 @@ def list_targets(as_json: Json = False) -> None:
     screen.line("more about one: spot-batch targets check NAME_OR_FOLDER")
 
 
-@targets.command("check")
 @plain_errors
 def check(
     target: Annotated[str, typer.Argument(help="Hub id, folder, or bundled.")],

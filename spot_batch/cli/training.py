@@ -9,44 +9,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from spot_batch.cli.app import (
-    Actors,
-    Input,
-    Limit,
-    MaxNewTokens,
-    Model,
-    Output,
-    Prompt,
-    Sets,
-    Temperature,
-    app,
-    compose,
-)
+from spot_batch.cli.spec_flags import RECORDED, Asked, of_spec
 from spot_batch.terminal.errors import plain_errors
 from spot_batch.terminal.options import Json, Seed, check_writable
-
-train = typer.Typer(help="Train targets and drafters.", no_args_is_help=True)
-app.add_typer(train, name="train")
 
 STATE_BYTES = 6  # of an entry of a stale distribution: a float16 and an int32
 
 
-@app.command()
 @plain_errors
+@of_spec(*RECORDED)
 def trajectories(
-    spec: Annotated[
-        str | None, typer.Argument(help="A YAML file or a packaged spec's name; none is needed.")
-    ] = None,
-    inputs: Input = None,
-    output: Output = None,
-    model: Model = None,
-    prompt: Prompt = None,
-    temperature: Temperature = None,
-    max_new_tokens: MaxNewTokens = None,
-    seed: Seed = None,
-    sets: Sets = None,
-    limit: Limit = None,
-    actors: Actors = None,
+    asked: Asked,
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Keep every state, not one in four.")
     ] = False,
@@ -56,36 +29,22 @@ def trajectories(
     from spot_batch.cli import running
     from spot_batch.service.assemble import model_info
 
-    loaded, out = compose(
-        spec,
-        inputs=inputs,
-        sets=sets,
-        values={
-            "output.path": str(output) if output is not None else None,
-            "output.include": ["token_ids", "commit_step", "usage", "trajectory"],
-            "output.trajectory_every": 1 if every_step else None,
-            "model.target": model,
-            "input.prompt": prompt,
-            "input.limit": limit,
-            "generation.temperature": temperature,
-            "generation.max_new_tokens": max_new_tokens,
-            "generation.seed": seed,
-            "generation.stop_at": "block",
-            "resources.actors": actors,
-        },
+    spec = asked.load(
+        output__include=["token_ids", "commit_step", "usage", "trajectory"],
+        generation__stop_at="block",
+        **({"output__trajectory_every": 1} if every_step else {}),
     )
-    info = model_info(loaded)
-    num_states = -(-loaded.generation.max_new_tokens // loaded.output.trajectory_every)
+    info = model_info(spec)
+    num_states = -(-spec.generation.max_new_tokens // spec.output.trajectory_every)
     num_bytes = num_states * info.block_length * min(32, info.vocab_size) * STATE_BYTES
     typer.echo(
         f"recording at most {num_states} states a sample, {num_bytes / 1e6:,.2f} MB "
         f"before compression; a thousand samples: {num_bytes / 1e6:,.2f} GB",
         err=True,
     )
-    return running.run_or_follow(running.new_job(loaded, out), as_json=as_json)
+    return running.run_or_follow(running.new_job(spec), as_json=as_json)
 
 
-@train.command("drafter")
 @plain_errors
 def drafter(
     jobs: Annotated[list[str], typer.Argument(help="`trajectories` jobs, or their URLs.")],

@@ -12,6 +12,7 @@ import typer
 Number = TypeVar("Number", int, float)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout at the end.")]
+Out = Annotated[str, typer.Argument(help="The job directory, or its URL.")]
 Seed = Annotated[int | None, typer.Option(help="Decides the noise, together with the row's id.")]
 
 

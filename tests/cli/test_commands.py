@@ -424,7 +424,7 @@ def test_the_last_word_of_an_earlier_run_is_not_that_of_the_driver_followed(
         job.spot.mkdir(parents=True, exist_ok=True)
         write_heartbeat(job, _ended(time.time() - age_s))
         monkeypatch.setattr(running.time, "sleep", lambda _: lease.release())
-        found = running._follow(Screen(), job)
+        found = running.follow(Screen(), job)
     assert (found is not None) == taken
 
 
@@ -444,7 +444,7 @@ def test_another_job_begun_while_following_is_a_conflict_and_not_its_exit_code(
         return _ended(time.time())
 
     monkeypatch.setattr(running, "acquire_driver_lock", driven)
-    monkeypatch.setattr(running, "_follow", follow)
+    monkeypatch.setattr(running, "follow", follow)
     done = Done(["submit", "-i", rows, "-o", out])
     assert done.code == 2
     assert "(directory) != " in done.wrong
