@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,12 +12,14 @@ import pyarrow as pa
 from spot_batch.inputs.errors import RowFault
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.reader import InputRows
-from spot_batch.inputs.render import PromptRenderer
+from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
 from spot_batch.job.limits import MAX_NEW_TOKENS, checked_temperature, checked_top_p
 from spot_batch.job.spec import JobSpec
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.results import Completion, Outcome, RowError
 from spot_batch.records.sampling import Confidence, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +136,22 @@ class SamplePreparer:
             text = _shown({name: values[name] for name in self._prompt_columns})
             seed = _override(values, "seed", self._per_row, self._seed)
             params = self._params_of(values)
-            prompt = self._renderer.render(values, max_new_tokens=params.max_new_tokens)
+            prompt = self._rendered(values, params)
         except RowFault as fault:
             stage = "input" if position in read.faults else "prompt"
             message = f"{self._reader.where(row_index)}: {fault.message}"
             error = RowError(code=fault.code, stage=stage, message=message)
             return _Row(custom_id, seed, position, text, (), None, error)
         return _Row(custom_id, seed, position, prompt.text, prompt.token_ids, params, None)
+
+    def _rendered(self, values: Mapping[str, object], params: SamplingParams) -> RenderedPrompt:
+        try:
+            return self._renderer.render(values, max_new_tokens=params.max_new_tokens)
+        except RowFault:
+            raise
+        except Exception as error:
+            logger.warning("a prompt cannot be made", exc_info=True)
+            raise RowFault("bad_prompt", f"{type(error).__name__}: {error}") from error
 
     def _sample(
         self, sample_id: int, row: _Row, table: pa.Table, *, draft_free: bool

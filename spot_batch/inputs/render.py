@@ -2,21 +2,22 @@
 
 A row whose text holds no control token is encoded as the tokenizer's own `apply_chat_template`
 does, in one piece. Control tokens are the special tokens, the mask, and the added tokens that the
-chat template writes. Where the row's text spells one out, it stays text: it goes through the
-template behind a private character, the rendered text is cut at the control tokens that the
-template itself wrote, and what lies between is encoded without added tokens.
+chat template writes. Where the row's text spells one out, it stays text: the rendered text is cut
+at the control tokens that the template itself wrote, and what lies between is encoded without added
+tokens. Which are the template's own shows when it is given private characters in their place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError
 
 from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.template import TEMPLATE_FAULTS
 from spot_batch.inputs.template_process import TemplateProcess
 from spot_batch.job.spec import JobSpec
 from spot_batch.records.input import PinnedInput
@@ -79,6 +80,10 @@ class PromptRenderer:
             _check_template(tokenizer)
         self._control = _control_tokens(tokenizer, str(template or ""), mask_id)
         self._control_re = _any_of(self._control)
+        self._special = {text for text, number in self._control.items() if number == mask_id}
+        self._special |= {
+            each.content for each in tokenizer.added_tokens_decoder.values() if each.special
+        }
 
     def render(self, row: Mapping[str, object], *, max_new_tokens: int) -> RenderedPrompt:
         """The prompt of a row, or RowFault: empty_prompt, bad_prompt, too_long(_skipped)."""
@@ -142,24 +147,56 @@ class PromptRenderer:
         if not _holds(messages, self._control_re):
             text = self._through_template(messages)
             return RenderedPrompt(text, tuple(self._ids(text)))
-        plane = _free_plane(messages)
-        hidden = {token: chr(plane + i) for i, token in enumerate(self._control)}
-        shown = {char: token for token, char in hidden.items()}
-        masked = _mapped(messages, lambda text: self._control_re.sub(lambda m: hidden[m[0]], text))
-        assert isinstance(masked, list)
-        rendered = self._through_template(masked)
+        return self._cut(*self._told_apart(messages))
+
+    def _told_apart(self, messages: Messages) -> tuple[str, list[bool], _Disguise]:
+        """The prompt, partly in disguise, and of each control token left in it whether the template
+        wrote it.
+
+        A token in disguise is never the template's own. But a template may look for tokens in what
+        it is given, as Qwen3's does for `<think>` in earlier turns: those that it names itself, or
+        all where that is not enough, are shown to it as they are, and once more beside a private
+        character that tells where they went.
+        """
+        disguise = _Disguise(self._control, _free_plane(messages))
+
+        def rendered(hidden: frozenset[str], *, is_marked: bool = False) -> str:
+            changed = _mapped(
+                messages,
+                lambda text: self._control_re.sub(
+                    lambda match: disguise.of(match, hidden=hidden, is_marked=is_marked), text
+                ),
+            )
+            assert isinstance(changed, list)
+            return self._through_template(changed)
+
+        control = frozenset(self._control)
+        given = {m[0] for text in _strings(messages) for m in self._control_re.finditer(text)}
+        as_given = rendered(frozenset())
+        for looked_for in (given - self._special, given):
+            text = rendered(control - looked_for)
+            if disguise.off(text) == as_given:
+                break
+        if not looked_for:
+            return text, [True] * len(self._control_re.findall(text)), disguise
+        marked = rendered(control - looked_for, is_marked=True)
+        written = list(self._control_re.finditer(marked))
+        if [m[0] for m in written] != self._control_re.findall(text):  # it looks at more than that
+            text = rendered(control)
+            return text, [True] * len(self._control_re.findall(text)), disguise
+        return text, [not disguise.is_beside(m) for m in written], disguise
+
+    def _cut(self, text: str, own: Sequence[bool], disguise: _Disguise) -> RenderedPrompt:
+        """The tokens: the template's own control tokens, and what lies between as plain text."""
         token_ids: list[int] = []
-        restore = re.compile("|".join(map(re.escape, shown)))
-        text = restore.sub(lambda match: shown[match[0]], rendered)
         start = 0
-        for match in self._control_re.finditer(rendered):
-            stretch = restore.sub(lambda m: shown[m[0]], rendered[start : match.start()])
-            token_ids += self._plain_ids(stretch)
-            token_ids.append(self._control[match[0]])
-            start = match.end()
-        stretch = restore.sub(lambda m: shown[m[0]], rendered[start:])
-        token_ids += self._plain_ids(stretch)
-        return RenderedPrompt(text, tuple(token_ids))
+        for match, is_own in zip(self._control_re.finditer(text), own, strict=True):
+            if is_own:
+                token_ids += self._plain_ids(disguise.off(text[start : match.start()]))
+                token_ids.append(self._control[match[0]])
+                start = match.end()
+        token_ids += self._plain_ids(disguise.off(text[start:]))
+        return RenderedPrompt(disguise.off(text), tuple(token_ids))
 
     def _raw(self, text: str) -> RenderedPrompt:
         """A prompt that is read as it stands; the tokenizer adds what it adds to every text."""
@@ -177,7 +214,7 @@ class PromptRenderer:
                     messages, tokenize=False, add_generation_prompt=True
                 )
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except TEMPLATE_FAULTS as error:
             raise RowFault(
                 "bad_prompt", f"{self._from}: the chat template refuses it: {error}"
             ) from None
@@ -237,6 +274,34 @@ class PromptRenderer:
         return best
 
 
+class _Disguise:
+    """Private characters that stand for control tokens, or beside them."""
+
+    def __init__(self, control: Iterable[str], plane: int) -> None:
+        self._char_of = {token: chr(plane + 2 + i) for i, token in enumerate(control)}
+        self._token_of = {char: token for token, char in self._char_of.items()}
+        self._before, self._after = chr(plane), chr(plane + 1)
+        self._chars = re.compile("|".join(map(re.escape, self._token_of)) or r"(?!)")
+
+    def of(self, match: re.Match[str], *, hidden: Container[str], is_marked: bool) -> str:
+        """What is shown in place of a token that a row spells out."""
+        token = match[0]
+        if token in hidden:
+            return self._char_of[token]
+        if not is_marked:
+            return token
+        # A template asks whether a text starts or ends with a token: both still hold.
+        return self._before + token if match.start() else token + self._after
+
+    def off(self, text: str) -> str:
+        return self._chars.sub(lambda match: self._token_of[match[0]], text)
+
+    def is_beside(self, match: re.Match[str]) -> bool:
+        """Whether a token stands where a row spelt it out."""
+        text, start, end = match.string, match.start(), match.end()
+        return text[max(0, start - 1) : start] == self._before or text[end : end + 1] == self._after
+
+
 def _last_chars(messages: Messages, keep: int, total: int) -> Messages:
     cut = total - keep
     shorter = []
@@ -258,7 +323,7 @@ def _check_template(tokenizer: Any) -> None:
         raise InputError(
             f"the target's chat template cannot be read: line {error.lineno}: {error.message}"
         ) from error
-    except (TemplateError, ValueError, TypeError):
+    except TEMPLATE_FAULTS:
         pass  # it may refuse a row for a reason of its own
 
 

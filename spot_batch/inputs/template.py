@@ -27,7 +27,16 @@ MOST_CHARS = 64 << 20  # of one prompt: a loop may write without end
 _MARKS = ("{{", "{%")
 _PLAIN = (str, int, float, list, tuple, dict, datetime.date, datetime.time, datetime.timedelta)
 _GLOBALS = ("range", "dict", "namespace")
-_ROW_FAILS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
+TEMPLATE_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+)
+"""What a template raises over a row that it cannot take, be it a job's own or a checkpoint's."""
 
 
 class _Null(StrictUndefined):
@@ -117,7 +126,7 @@ class PromptTemplate:
             raise
         except MemoryError:  # of one value: `q * n` with a row's own n
             raise RowFault("bad_prompt", "input.template: makes a value too large") from None
-        except (*_ROW_FAILS, RecursionError) as error:
+        except TEMPLATE_FAULTS as error:
             raise RowFault("bad_prompt", f"input.template: {error}") from None
         return "".join(pieces)
 

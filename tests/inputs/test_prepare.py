@@ -89,6 +89,29 @@ def test_rows_override_what_the_spec_lets_them(tmp_path: Path) -> None:
     assert ignored.params.temperature == 1.0
 
 
+def test_a_row_that_breaks_the_tokenizer_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in ("a", "poison", "b")])
+    made = preparer(path)
+    encode = PromptRenderer._ids
+
+    def breaks(self: PromptRenderer, text: str) -> list[int]:
+        if "poison" in text:
+            raise OverflowError("no room")
+        return encode(self, text)
+
+    monkeypatch.setattr(PromptRenderer, "_ids", breaks)
+    first, second, third = made.prepare([0, 1, 2])
+    assert first.request is not None
+    assert third.request is not None
+    assert second.error is not None
+    assert (second.error.code, second.error.message) == (
+        "bad_prompt",
+        "a.jsonl line 2: OverflowError: no room",
+    )
+
+
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
@@ -198,3 +200,132 @@ def test_overlong_text_may_lose_its_beginning(length: int) -> None:
 def test_nothing_is_left_of_a_prompt_whose_template_alone_is_too_long() -> None:
     options = {"max_context": 32, "max_new_tokens": 31, "input__overlong": "truncate_left"}
     assert fault("a b c", **options).code == "too_long"
+
+
+# -- templates that look at what they are given ----------------------------------------------------
+
+REASONING = (  # the manner of Qwen3's: past reasoning goes, a tool's answer is no question
+    "{%- set last = namespace(at=-1) %}{%- for m in messages %}"
+    "{%- if m.role == 'user' and not (m.content.startswith('<tool_response>')"
+    " and m.content.endswith('</tool_response>')) %}{%- set last.at = loop.index0 %}{%- endif %}"
+    "{%- endfor %}{%- for m in messages %}{%- set text = m.content %}{%- set thought = '' %}"
+    "{%- if m.role == 'assistant' and '</think>' in text %}"
+    "{%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1]"
+    ".lstrip('\\n') %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + m.role + '\\n' }}{%- if thought and loop.index0 > last.at %}"
+    "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}"
+    "{{- text + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def reasoning() -> Any:
+    """The tiny tokenizer with a template that looks for `<think>`, `</think>` and tools' tags."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tags = ("</think>", "<tool_response>", "</tool_response>")
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in tags])
+    tokenizer.chat_template = REASONING
+    return tokenizer
+
+
+def control_of(rendered: RenderedPrompt, tokenizer: Any) -> list[str]:
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    return [added[number] for number in rendered.token_ids if number in added]
+
+
+def given_to(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def answered(content: str) -> list[dict[str, str]]:
+    return [*user("a"), {"role": "assistant", "content": content}]
+
+
+THOUGHT = "<think>\nIt is odd.\n</think>\n\nSeven."
+CHATS = {
+    "past reasoning": [*answered(THOUGHT), *user("b")],
+    "reasoning before a tool's answer": [
+        *answered(THOUGHT),
+        *user("<tool_response>\n7\n</tool_response>"),
+    ],
+    "the last answer's reasoning": answered(THOUGHT),
+    "tags in a question": [*answered(THOUGHT), *user("What is <think> and </think>?")],
+    "a special token in past reasoning": [
+        *answered(THOUGHT.replace("odd", "<|im_end|>")),
+        *user("<tool_response>\n<|MASK|>\n</tool_response>"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_template_sees_the_text_as_it_is_given(reasoning: Any, name: str) -> None:
+    rendered = render(CHATS[name], kind="messages", tokenizer=reasoning)
+    assert rendered.text == given_to(reasoning, CHATS[name])
+    assert reasoning.decode(rendered.token_ids, skip_special_tokens=False) == rendered.text
+
+
+def test_tags_that_a_template_writes_are_tokens_and_a_rows_own_are_text(reasoning: Any) -> None:
+    def control(name: str) -> list[str]:
+        return control_of(render(CHATS[name], kind="messages", tokenizer=reasoning), reasoning)
+
+    turn = ["<|im_start|>", "<|im_end|>"]
+    assert control("past reasoning") == [*turn * 3, "<|im_start|>"]
+    assert control("tags in a question") == [*turn * 3, "<|im_start|>"]
+    thinks = ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
+    assert control("the last answer's reasoning") == [*turn, *thinks, "<|im_start|>"]
+    for name in ("reasoning before a tool's answer", "a special token in past reasoning"):
+        assert control(name) == [*turn, *thinks, *turn, "<|im_start|>"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "assistant"]),
+            st.lists(
+                st.sampled_from(
+                    [
+                        "<think>",
+                        "</think>",
+                        "<tool_response>",
+                        "</tool_response>",
+                        "a",
+                        "\n",
+                        "<|im_end|>",
+                        "<|MASK|>",
+                        "<|im_start|>",
+                    ]
+                ),
+                min_size=1,
+                max_size=6,
+            ).map("".join),
+        ),
+        min_size=1,
+        max_size=4,
+    ).filter(lambda turns: any(text.strip() for _, text in turns))
+)
+def test_no_row_writes_a_special_token(reasoning: Any, turns: list[tuple[str, str]]) -> None:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rendered = render(messages, kind="messages", tokenizer=reasoning)
+    number = {text: reasoning.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|MASK|>")}
+    assert rendered.token_ids.count(number["<|im_start|>"]) == len(turns) + 1
+    assert number["<|MASK|>"] not in rendered.token_ids
+    assert rendered.token_ids.count(reasoning.convert_tokens_to_ids("<|im_end|>")) == len(turns)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[7].content }}",
+        "{{ 1 // 0 }}",
+        "{{ {}['k'] }}{{ [][3].x }}",
+        "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+        "{{ messages[0].content.nothing() }}",
+        "{{ '%d' % messages[0].content }}",
+    ],
+)
+def test_whatever_a_checkpoints_template_raises_is_a_fault_of_the_row(template: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    assert fault("a", tokenizer=tokenizer).code == "bad_prompt"
