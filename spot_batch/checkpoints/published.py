@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class PublishedCheckpoint:
     """A published checkpoint. `num_named` ids have a text; the rows of the head behind have none.
 
     `sampling` is its generation_config; `unsure` says what of this could not be read.
@@ -28,7 +28,7 @@ class Published:
     unsure: str | None = None
 
 
-def published(name: str) -> Published | None:
+def published(name: str) -> PublishedCheckpoint | None:
     """The entry of a hub id, whatever its case."""
     return _BY_NAME.get(name.lower())
 
@@ -147,8 +147,10 @@ _LLADA2_FLASH: Mapping[str, Any] = {
 _QWEN_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
-def _sdar(name: str, config: Mapping[str, Any], width: int, unsure: str | None) -> Published:
-    return Published(
+def _sdar(
+    name: str, config: Mapping[str, Any], width: int, unsure: str | None
+) -> PublishedCheckpoint:
+    return PublishedCheckpoint(
         name=name,
         block_length=width,
         config=config,
@@ -160,8 +162,8 @@ def _sdar(name: str, config: Mapping[str, Any], width: int, unsure: str | None) 
     )
 
 
-def _llada2(name: str, config: Mapping[str, Any]) -> Published:
-    return Published(
+def _llada2(name: str, config: Mapping[str, Any]) -> PublishedCheckpoint:
+    return PublishedCheckpoint(
         name=name,
         block_length=32,
         config=config,
@@ -176,7 +178,7 @@ def _llada2(name: str, config: Mapping[str, Any]) -> Published:
     )
 
 
-def _entries() -> Iterator[Published]:
+def _entries() -> Iterator[PublishedCheckpoint]:
     widths = (4, 8, 16, 32, 64)
     for size, config in _SDAR_SIZES.items():
         for width in widths:
@@ -193,4 +195,4 @@ def _entries() -> Iterator[Published]:
         yield _llada2(f"inclusionAI/{name}", config)
 
 
-_BY_NAME: Mapping[str, Published] = {entry.name.lower(): entry for entry in _entries()}
+_BY_NAME: Mapping[str, PublishedCheckpoint] = {entry.name.lower(): entry for entry in _entries()}

@@ -18,7 +18,7 @@ from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.families import Family, family_of
 from spot_batch.checkpoints.hub import commit_of, locate, names_of, packaged_targets
 from spot_batch.checkpoints.json_files import Fields, read_json
-from spot_batch.checkpoints.published import Published, published
+from spot_batch.checkpoints.published import PublishedCheckpoint, published
 from spot_batch.checkpoints.shapes import Sizes, misfits, read_sizes
 from spot_batch.checkpoints.tokenizer import TOKENIZER_FILES, ids_of_texts, load_tokenizer
 from spot_batch.checkpoints.weights import hash_files, hash_weights, read_headers
@@ -138,7 +138,7 @@ def describe_folder(
 
 
 def describe_published(
-    entry: Published, *, block_length: int | None = None, mask_id: int | None = None
+    entry: PublishedCheckpoint, *, block_length: int | None = None, mask_id: int | None = None
 ) -> ModelInfo:
     """What is known of a published checkpoint without its files; `path` leads nowhere."""
     family = family_of(entry.name, (entry.name,), entry.config)

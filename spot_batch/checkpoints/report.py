@@ -28,7 +28,7 @@ from spot_batch.checkpoints.weights import (
     weight_files,
 )
 
-Source = Literal["folder", "cache", "hub", "table"]
+FoundIn = Literal["folder", "cache", "hub", "table"]
 
 MEMORY_FORMULA = (
     "weights + float32 head + N prefixes of M positions + working set: 6 float32 logits for the "
@@ -76,7 +76,7 @@ class Description:
     """A target, where what is known of it comes from, and what is not known."""
 
     info: ModelInfo
-    source: Source
+    source: FoundIn
     weights: Weights
     unsure: str | None
 
@@ -97,7 +97,7 @@ def describe_target(
     the reason for a target that cannot be used.
     """
     path = find_folder(target, revision=revision)
-    source: Source = "folder"
+    source: FoundIn = "folder"
     if path is None:
         path, source = find_cached(target, revision=revision), "cache"
         entry = published(target) if revision is None else None

@@ -76,14 +76,9 @@ def masses(
         write_card,
     )
     from spot_batch.drafters.registry import find_drafter
-    from spot_batch.learning.calibration import (
-        MAX_STATES,
-        compare,
-        comparison_table,
-        fit_calibration,
-        halves_for_fit,
-    )
+    from spot_batch.learning.calibration import MAX_STATES, fit_calibration, halves_for_fit
     from spot_batch.learning.drafter import made_from, unseen
+    from spot_batch.learning.figures import compare, comparison_table
     from spot_batch.learning.trajectories import load_trajectories
 
     path = find_drafter(drafter)

@@ -1,4 +1,8 @@
-"""The job spec: every section is a frozen pydantic model that refuses unknown keys."""
+"""The job spec: what a person may write, section by section, and how each value is checked.
+
+Every section is a frozen pydantic model that refuses unknown keys. What a complaint says, and how
+YAML and overrides become a spec, is in reading.py; what of a spec decides data/, in fingerprint.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from spot_batch.job.remote import is_url, local_folder
 from spot_batch.job.secrets import credentials_in
 
 ONE_FILE = (".jsonl", ".parquet")  # endings of an output that is one file
-Format = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf", "openai-batch"]
+InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "csv", "hf", "openai-batch"]
 PerRow = Literal["temperature", "top_p", "seed", "max_new_tokens", "stop"]
 OptionalColumn = Literal["token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"]
 
@@ -80,7 +84,7 @@ class Section(BaseModel):
 
 class InputSpec(Section):
     source: Names
-    format: Format = "auto"
+    format: InputFormat = "auto"
     config: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -278,6 +282,37 @@ class EquivalenceSpec(Section):
     on_fail: Literal["stop", "warn"] = "stop"
 
 
+ALIASES = {
+    "generation": {
+        "max_tokens": "max_new_tokens",
+        "max_completion_tokens": "max_new_tokens",
+        "gen_length": "max_new_tokens",
+    }
+}
+SHORT_FORMS: dict[str, Callable[[str], dict[str, object]]] = {
+    "model": lambda text: {"target": {"path": text}},
+    "model.target": lambda text: {"path": text},
+    "model.drafter": lambda text: (
+        {"kind": text} if text in ("auto", "none", "ranking") else {"path": text}
+    ),
+}
+
+
+def spelled_out(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The tree with short forms and aliases replaced by the names the models know."""
+    result: dict[str, Any] = {}
+    aliases = ALIASES.get(path, {})
+    for key, value in tree.items():
+        name = aliases.get(key, key)
+        if name in result:
+            raise ValueError(f"{path}.{key}: {name} is given twice (an alias of the same field)")
+        inner = f"{path}.{name}" if path else str(name)
+        if inner in SHORT_FORMS and isinstance(value, str):
+            value = SHORT_FORMS[inner](value)
+        result[name] = spelled_out(value, inner) if isinstance(value, Mapping) else value
+    return result
+
+
 class JobSpec(Section):
     version: Literal[1] = 1
     name: str = Field(default="job", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
@@ -342,34 +377,3 @@ class JobSpec(Section):
         if self.output.rows_per_part != "auto":
             return self.output.rows_per_part
         return min(max(math.ceil(num_samples / 64), 256), 250_000)
-
-
-ALIASES = {
-    "generation": {
-        "max_tokens": "max_new_tokens",
-        "max_completion_tokens": "max_new_tokens",
-        "gen_length": "max_new_tokens",
-    }
-}
-SHORT_FORMS: dict[str, Callable[[str], dict[str, object]]] = {
-    "model": lambda text: {"target": {"path": text}},
-    "model.target": lambda text: {"path": text},
-    "model.drafter": lambda text: (
-        {"kind": text} if text in ("auto", "none", "ranking") else {"path": text}
-    ),
-}
-
-
-def spelled_out(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The tree with short forms and aliases replaced by the names the models know."""
-    result: dict[str, Any] = {}
-    aliases = ALIASES.get(path, {})
-    for key, value in tree.items():
-        name = aliases.get(key, key)
-        if name in result:
-            raise ValueError(f"{path}.{key}: {name} is given twice (an alias of the same field)")
-        inner = f"{path}.{name}" if path else str(name)
-        if inner in SHORT_FORMS and isinstance(value, str):
-            value = SHORT_FORMS[inner](value)
-        result[name] = spelled_out(value, inner) if isinstance(value, Mapping) else value
-    return result

@@ -8,7 +8,7 @@ on, and the product is held against whether the target went that way (algorithms
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,14 @@ class Masses:
     temperature: Tensor
     mass: Tensor
     hit: Tensor
+
+    def take(self, index: Tensor) -> Masses:
+        """Those at `index` (int64 or bool)."""
+        return Masses(self.depth[index], self.temperature[index], self.mass[index], self.hit[index])
+
+    @property
+    def calibration_error(self) -> CalibrationError:
+        return calibration_error(self.mass, self.hit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,64 +246,6 @@ def _fit_order(
         best = min((low + step * at for at in range(21)), key=loss)
         low, high = max(low, best - step), min(high, best + step)
     return round(math.exp(best), 6)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MassError:
-    """Calibration errors of the same states' masses under two calibrations, in percent."""
-
-    depth: int | None = None
-    temperature: float | None = None
-    num_masses: int
-    before: float
-    after: float
-    by_chance: float
-
-
-def compare(
-    model: OrderModel, before: Calibration, after: Calibration, states: Trajectories
-) -> list[MassError]:
-    """How far off the masses of chains from these states are: of all, by depth, by temperature."""
-    old, new = chain_masses(model, before, states), chain_masses(model, after, states)
-
-    def error(index: Tensor, depth: int | None, temperature: float | None) -> MassError:
-        of_new = calibration_error(new.mass[index], new.hit[index])
-        return MassError(
-            depth=depth,
-            temperature=temperature,
-            num_masses=int(index.sum()),
-            before=round(calibration_error(old.mass[index], old.hit[index]).error, 3),
-            after=round(of_new.error, 3),
-            by_chance=round(of_new.by_chance, 3),
-        )
-
-    return [
-        error(torch.ones_like(new.hit), None, None),
-        *(error(new.depth == depth, depth, None) for depth in new.depth.unique().tolist()),
-        *(
-            error(new.temperature == heat, None, round(heat, 4))
-            for heat in new.temperature.unique().tolist()
-        ),
-    ]
-
-
-def comparison_table(errors: Sequence[MassError]) -> str:
-    """The errors as Markdown."""
-    lines = [
-        "| masses of | how many | error before % | after % | by chance % |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for each in errors:
-        of = "all"
-        if each.depth is not None:
-            of = f"depth {each.depth}"
-        elif each.temperature is not None:
-            of = f"temperature {each.temperature:g}"
-        lines.append(
-            f"| {of} | {each.num_masses:,} | {each.before:.2f} | {each.after:.2f} "
-            f"| {each.by_chance:.2f} |"
-        )
-    return "\n".join(lines)
 
 
 def halves_for_fit(states: Trajectories) -> tuple[Trajectories, Trajectories]:

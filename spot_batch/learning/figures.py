@@ -23,8 +23,8 @@ from spot_batch.learning.trajectories import Trajectories
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """Of some queries. Shares: `next_commit` of best positions that were committed next,
+class QueryFigures:
+    """Figures of some queries. Shares: `next_commit` of best positions that were committed next,
     `stale_confidence` and `plain_confidence` of the baseline's with and without the noise,
     `token_agrees` of candidate tokens at the position committed that were its token,
     `agreement_right` of guesses whether they would be, `hit` of best guesses right in both.
@@ -56,10 +56,10 @@ class HeldOut:
 
     num_prompts: int
     num_states: int
-    overall: Figures
-    by_depth: tuple[Figures, ...]
-    by_temperature: tuple[Figures, ...]
-    by_masks_left: tuple[Figures, ...]
+    overall: QueryFigures
+    by_depth: tuple[QueryFigures, ...]
+    by_temperature: tuple[QueryFigures, ...]
+    by_masks_left: tuple[QueryFigures, ...]
 
     def tree(self) -> dict[str, object]:
         """As JSON, without what a group does not have."""
@@ -170,28 +170,28 @@ def _answers(
     return _Answers(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def _by_depth(answers: _Answers, masses: Masses) -> Iterator[Figures]:
+def _by_depth(answers: _Answers, masses: Masses) -> Iterator[QueryFigures]:
     for depth in answers.depth.unique().tolist():
         yield _figures(
             answers.take(answers.depth == depth),
-            _masses(masses, masses.depth == depth),
+            masses.take(masses.depth == depth),
             depth=depth,
         )
 
 
-def _by_temperature(answers: _Answers, masses: Masses) -> Iterator[Figures]:
+def _by_temperature(answers: _Answers, masses: Masses) -> Iterator[QueryFigures]:
     for heat in answers.temperature.unique().tolist():
         of_heat = answers.take(answers.temperature == heat)
         for depth in of_heat.depth.unique().tolist():
             yield _figures(
                 of_heat.take(of_heat.depth == depth),
-                _masses(masses, (masses.temperature == heat) & (masses.depth == depth)),
+                masses.take((masses.temperature == heat) & (masses.depth == depth)),
                 temperature=round(heat, 4),
                 depth=depth,
             )
 
 
-def _by_masks_left(answers: _Answers) -> Iterator[Figures]:
+def _by_masks_left(answers: _Answers) -> Iterator[QueryFigures]:
     """In powers of two: 1, 2-3, 4-7, ..."""
     bucket = answers.num_masked.double().log2().floor().long()
     for power in bucket.unique().tolist():
@@ -203,12 +203,6 @@ def _by_masks_left(answers: _Answers) -> Iterator[Figures]:
         )
 
 
-def _masses(masses: Masses, index: Tensor) -> Masses:
-    return Masses(
-        masses.depth[index], masses.temperature[index], masses.mass[index], masses.hit[index]
-    )
-
-
 def _figures(
     answers: _Answers,
     masses: Masses | None,
@@ -216,10 +210,10 @@ def _figures(
     depth: int | None = None,
     temperature: float | None = None,
     masks_left: str | None = None,
-) -> Figures:
+) -> QueryFigures:
     edge = calibration_error(answers.weight, answers.hit)
-    mass = None if masses is None else calibration_error(masses.mass, masses.hit)
-    return Figures(
+    mass = None if masses is None else masses.calibration_error
+    return QueryFigures(
         depth=depth,
         temperature=temperature,
         masks_left=masks_left,
@@ -241,7 +235,7 @@ def _share(hits: Tensor) -> float:
     return round(hits.double().mean().item(), 5)
 
 
-def _tree(figures: Figures) -> dict[str, object]:
+def _tree(figures: QueryFigures) -> dict[str, object]:
     return {name: value for name, value in asdict(figures).items() if value is not None}
 
 
@@ -275,14 +269,14 @@ _SHARES = {
 _ERRORS = {"edge error %": "edge", "mass error %": "mass"}
 
 
-def _table(keys: Sequence[str], rows: Sequence[Figures]) -> str:
+def _table(keys: Sequence[str], rows: Sequence[QueryFigures]) -> str:
     errors = {
         title: name
         for title, name in _ERRORS.items()
         if any(getattr(row, f"{name}_error") is not None for row in rows)
     }
     titles = [*(key.replace("_", " ") for key in keys), "queries", *_SHARES, *errors]
-    lines = [_row(titles), _row(["---"] * len(titles))]
+    lines = []
     for row in rows:
         cells = [str(getattr(row, key)) for key in keys] + [f"{row.num_queries:,}"]
         cells += [f"{getattr(row, name):.3f}" for name in _SHARES.values()]
@@ -290,9 +284,68 @@ def _table(keys: Sequence[str], rows: Sequence[Figures]) -> str:
             f"{getattr(row, f'{name}_error'):.2f} ({getattr(row, f'{name}_by_chance'):.2f})"
             for name in errors.values()
         ]
-        lines.append(_row(cells))
-    return "\n".join(lines)
+        lines.append(cells)
+    return _markdown(titles, lines)
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+# -- two calibrations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MassError:
+    """Calibration errors of the same states' masses under two calibrations, in percent."""
+
+    depth: int | None = None
+    temperature: float | None = None
+    num_masses: int
+    before: float
+    after: float
+    by_chance: float
+
+
+def compare(
+    model: OrderModel, before: Calibration, after: Calibration, states: Trajectories
+) -> list[MassError]:
+    """How far off the masses of chains from these states are: of all, by depth, by temperature."""
+    old, new = chain_masses(model, before, states), chain_masses(model, after, states)
+
+    def error(
+        index: Tensor, *, depth: int | None = None, temperature: float | None = None
+    ) -> MassError:
+        of_new = new.take(index).calibration_error
+        return MassError(
+            depth=depth,
+            temperature=temperature,
+            num_masses=int(index.sum()),
+            before=round(old.take(index).calibration_error.error, 3),
+            after=round(of_new.error, 3),
+            by_chance=round(of_new.by_chance, 3),
+        )
+
+    return [
+        error(torch.ones_like(new.hit)),
+        *(error(new.depth == depth, depth=depth) for depth in new.depth.unique().tolist()),
+        *(
+            error(new.temperature == heat, temperature=round(heat, 4))
+            for heat in new.temperature.unique().tolist()
+        ),
+    ]
+
+
+def comparison_table(errors: Sequence[MassError]) -> str:
+    """The errors as Markdown."""
+    rows = []
+    for each in errors:
+        of = "all"
+        if each.depth is not None:
+            of = f"depth {each.depth}"
+        elif each.temperature is not None:
+            of = f"temperature {each.temperature:g}"
+        shares = [f"{share:.2f}" for share in (each.before, each.after, each.by_chance)]
+        rows.append([of, f"{each.num_masses:,}", *shares])
+    titles = ["masses of", "how many", "error before %", "after %", "by chance %"]
+    return _markdown(titles, rows)

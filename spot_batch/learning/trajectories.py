@@ -27,7 +27,7 @@ from spot_batch.records.sampling import NoiseRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class RecordedFrom:
     """What trajectories were recorded from; jobs are read together where all but `jobs` is equal.
 
     `weights` is the target's hash, `jobs` the fingerprints of what was read.
@@ -63,7 +63,7 @@ class Trajectories:
     ids: Tensor
     positions: Tensor
     tokens: Tensor
-    source: Source
+    source: RecordedFrom
 
     def __len__(self) -> int:
         return len(self.start)
@@ -157,7 +157,7 @@ def load_trajectories(paths: Sequence[Path | str]) -> Trajectories:
     return replace(parts[0], **joined, source=replace(sources[0], jobs=tuple(names)))
 
 
-def _source(path: Path | str, job: JobDirectory) -> Source:
+def _source(path: Path | str, job: JobDirectory) -> RecordedFrom:
     """What a job recorded from. Raises ValueError where it cannot be read from."""
     if not job.is_complete:
         raise ValueError(f"{path}: the job is not complete; resume it first")
@@ -166,7 +166,7 @@ def _source(path: Path | str, job: JobDirectory) -> Source:
     fault = fault_of_parts(job, verify=False)
     if fault is not None:
         raise damaged(job, fault)
-    return Source(
+    return RecordedFrom(
         target=Path(job.spec.model.target.path).name,
         weights=str(job.fields["model.weights"]),
         block_length=cast(int, job.fields["model.block_length"]),
@@ -175,7 +175,9 @@ def _source(path: Path | str, job: JobDirectory) -> Source:
     )
 
 
-def _read_job(path: Path | str, job: JobDirectory, source: Source, index: int) -> Trajectories:
+def _read_job(
+    path: Path | str, job: JobDirectory, source: RecordedFrom, index: int
+) -> Trajectories:
     prefix, generation = job.spec.output.prefix, job.spec.generation
     try:
         table = dataset(job.data, format="ipc").to_table(

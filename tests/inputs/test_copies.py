@@ -88,7 +88,7 @@ def test_a_folder_and_a_pattern_take_compressed_files_too(tmp_path: Path) -> Non
         assert pin(source, tmp_path / "kept").num_rows == 6
 
 
-@pytest.mark.parametrize("data", [gzip.compress(TEXT)[:-9], b"no gzip"])
+@pytest.mark.parametrize("data", [gzip.compress(TEXT)[:-9], b"no gzip"], ids=["cut short", "none"])
 def test_a_file_that_cannot_be_unpacked_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "rows.jsonl.gz").write_bytes(data)
     with pytest.raises(InputError, match=r"rows\.jsonl\.gz.*cannot be"):

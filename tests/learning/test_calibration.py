@@ -27,12 +27,10 @@ from spot_batch.learning.calibration import (
     Chains,
     calibration_error,
     chain_masses,
-    compare,
-    comparison_table,
     fit_calibration,
 )
 from spot_batch.learning.drafter import DrafterSettings, fitted_model
-from spot_batch.learning.figures import measure, tables
+from spot_batch.learning.figures import compare, comparison_table, measure, tables
 from spot_batch.learning.queries import DepthLaw
 from spot_batch.learning.trajectories import Trajectories, load_trajectories
 from tests.learning.recorded import SMALL, WIDTH, record

@@ -13,7 +13,7 @@ from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.transition import noise_keys
 from spot_batch.engine.tree import Key
 from spot_batch.lab.methods.oracles import Future
-from spot_batch.learning.trajectories import Source, Trajectories
+from spot_batch.learning.trajectories import RecordedFrom, Trajectories
 from spot_batch.models.block import BlockTarget
 from spot_batch.records.results import Completion, VisitedState
 from spot_batch.records.sampling import Request
@@ -116,7 +116,7 @@ def as_trajectories(samples: Sequence[RecordedSample], info: ModelInfo) -> Traje
         ids=torch.from_numpy(np.stack([s.ids for _, s in states])).view(num, width, -1),
         positions=padded([state.positions for _, state in states]),
         tokens=padded([state.tokens for _, state in states]),
-        source=Source(
+        source=RecordedFrom(
             target=info.name,
             weights=info.weight_hash,
             block_length=width,
