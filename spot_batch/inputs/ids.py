@@ -16,6 +16,19 @@ def noise_key(seed: int, custom_id: str, sample_index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def drawn_sample_ids(num_samples: int, *, count: int, fingerprint: str) -> frozenset[int]:
+    """`count` samples drawn by hash, the same at every run of the job; all where there are fewer."""
+    if num_samples <= count:
+        return frozenset(range(num_samples))
+    key, drawn, number = fingerprint.encode()[:64], set[int](), 0
+    while len(drawn) < count:
+        data = number.to_bytes(8, "little")
+        digest = hashlib.blake2b(data, digest_size=8, key=key, person=b"spot-drawn").digest()
+        drawn.add(int.from_bytes(digest, "little") % num_samples)
+        number += 1
+    return frozenset(drawn)
+
+
 def audit_sample_ids(
     num_samples: int,
     *,

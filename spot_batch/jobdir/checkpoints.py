@@ -11,10 +11,12 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import publish_bytes
@@ -42,7 +44,6 @@ class Checkpoints:
         self._job = job
         self._owner = secrets.token_hex(8)
         self._mine: Path | None = None
-        self._read: dict[str, Mapping[int, Begun]] = {}
 
     def write(self, begun: Mapping[int, Begun]) -> None:
         """Replaces this owner's file; nothing begun leaves none."""
@@ -56,43 +57,50 @@ class Checkpoints:
         if before is not None and before != self._mine:
             before.unlink(missing_ok=True)
 
+    def known_ids(self) -> set[int]:
+        """The samples of which anybody has left whole blocks behind."""
+        return {
+            sample_id for table in self._tables() for sample_id in table["sample_id"].to_pylist()
+        }
+
     def find(self, sample_ids: Sequence[int]) -> dict[int, Begun]:
         """The most that anybody had decoded of these samples, where it is known."""
-        names = [path.name for path in sorted(self._job.checkpoints.glob("*.arrow"))]
-        self._read = {name: self._read.get(name) or self._file(name) for name in names}
         found: dict[int, Begun] = {}
-        for held in self._read.values():
-            for sample_id in sample_ids:
-                begun = held.get(sample_id)
-                if begun is not None and (
-                    sample_id not in found or len(begun.token_ids) > len(found[sample_id].token_ids)
-                ):
-                    found[sample_id] = begun
+        for table in self._tables() if sample_ids else ():
+            wanted = pc.is_in(table["sample_id"], pa.array(sample_ids, pa.int64()))
+            for row in table.filter(wanted).to_pylist():
+                sample_id = row["sample_id"]
+                best = found.get(sample_id)
+                if best is None or len(row["token_ids"]) > len(best.token_ids):
+                    found[sample_id] = _begun(row)
         return found
 
-    def _file(self, name: str) -> Mapping[int, Begun]:
-        match = _NAME.fullmatch(name)
-        try:
-            data = (self._job.checkpoints / name).read_bytes()
-        except FileNotFoundError:  # its owner wrote the next one
-            return {}
-        if match is None or hashlib.sha256(data).hexdigest()[:32] != match[1]:
-            logger.warning("%s: torn or altered; ignored", name)
-            return {}
-        with pa.ipc.open_file(data) as reader:
-            table = reader.read_all()
-        if (table.schema.metadata or {}).get(b"fingerprint") != self._job.fingerprint.encode():
-            logger.warning("%s: of another job; ignored", name)
-            return {}
-        return {
-            row["sample_id"]: Begun(
-                token_ids=tuple(row["token_ids"]),
-                commit_step=tuple(row["commit_step"]),
-                num_steps=row["num_steps"],
-                stats=SampleStats(**{name: row[name] for name in _STATS}),
-            )
-            for row in table.to_pylist()
-        }
+    def _tables(self) -> Iterator[pa.Table]:
+        """The files of the job that count, those of this owner included."""
+        for path in sorted(self._job.checkpoints.glob("*.arrow")):
+            match = _NAME.fullmatch(path.name)
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:  # its owner wrote the next one
+                continue
+            if match is None or hashlib.sha256(data).hexdigest()[:32] != match[1]:
+                logger.warning("%s: torn or altered; ignored", path.name)
+                continue
+            with pa.ipc.open_file(data) as reader:
+                table = reader.read_all()
+            if (table.schema.metadata or {}).get(b"fingerprint") != self._job.fingerprint.encode():
+                logger.warning("%s: of another job; ignored", path.name)
+                continue
+            yield table
+
+
+def _begun(row: Mapping[str, Any]) -> Begun:
+    return Begun(
+        token_ids=tuple(row["token_ids"]),
+        commit_step=tuple(row["commit_step"]),
+        num_steps=row["num_steps"],
+        stats=SampleStats(**{name: row[name] for name in _STATS}),
+    )
 
 
 def _as_file(begun: Mapping[int, Begun], fingerprint: str) -> bytes:

@@ -13,10 +13,12 @@ Purpose = Literal["data", "audit"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Sample ids lent to one actor. Audit leases are decoded again draft-free."""
+    """Sample ids lent to one actor. Audit leases are decoded again draft-free; of the ids in
+    `begun`, another actor may have left whole blocks behind."""
 
     sample_ids: tuple[int, ...]
     purpose: Purpose = "data"
+    begun: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spot_batch.records.lending import Lease, Purpose
 
 Work = tuple[Purpose, int]
+_NOTHING: Mapping[Purpose, Container[int]] = {}
 
 # Deaths among company before an id is run alone.
 DEATHS_IN_COMPANY = 2
@@ -43,17 +44,27 @@ class LeasePool:
     """Work still to be done, lent in small leases that shrink toward the end.
 
     Guided self-scheduling: a lease is at most a third of an actor's share of what is left, so
-    that no actor sits on a long queue while the others are out of work.
+    that no actor sits on a long queue while the others are out of work. `first` go out before
+    `pending`; of the samples in `begun`, an earlier run has left whole blocks behind.
     """
 
     def __init__(
-        self, *, pending: Iterable[range], audits: Sequence[int] = (), deaths_alone: int = 2
+        self,
+        *,
+        pending: Iterable[range],
+        first: Sequence[int] = (),
+        audits: Sequence[int] = (),
+        begun: Iterable[int] = (),
+        deaths_alone: int = 2,
     ) -> None:
         self._deaths_to_give_up = deaths_alone
-        self._ranges: deque[range] = deque(ids for ids in pending if len(ids))
+        self._ranges: deque[range] = deque(range(each, each + 1) for each in first)
+        self._ranges.extend(ids for ids in pending if len(ids))
+        self._begun = set(begun)
         self._audits: deque[int] = deque(audits)
         self._suspects: deque[tuple[Work, ...]] = deque()
         self._loans: dict[int, _Loan] = {}
+        self._holders: dict[Work, int] = {}
         self._deaths: dict[Work, int] = {}
         self._deaths_alone: dict[Work, int] = {}
         self._given_up: list[Work] = []
@@ -69,7 +80,7 @@ class LeasePool:
 
     @property
     def num_lent(self) -> int:
-        return sum(len(loan.work) for loan in self._loans.values())
+        return len(self._holders)
 
     @property
     def done(self) -> bool:
@@ -115,24 +126,34 @@ class LeasePool:
             leases.append(lease)
         return leases
 
-    def published(self, purpose: Purpose, sample_ids: Container[int]) -> None:
+    def published(self, purpose: Purpose, sample_ids: Iterable[int]) -> None:
         """These ids are durable, whoever made them: nobody owes them any more."""
-        for actor, loan in self._loans.items():
-            loan.work = {
-                item for item in loan.work if item[0] != purpose or item[1] not in sample_ids
-            }
+        for sample_id in sample_ids:
+            work = (purpose, sample_id)
+            holder = self._holders.pop(work, None)
+            if holder is None:
+                continue
+            loan = self._loans[holder]
+            loan.work.discard(work)
             if loan.isolated and not loan.work:
                 loan.isolated = False
-                if self._isolator == actor:
+                if self._isolator == holder:
                     self._isolator = None
 
-    def died(self, actor: int) -> None:
-        """Take back what an actor held. Tell `published` first what it had made durable."""
+    def died(self, actor: int, published: Mapping[Purpose, Container[int]] = _NOTHING) -> None:
+        """Take back what an actor held, but for what is durable by now."""
         loan = self._loans.pop(actor, _Loan())
         alone = loan.isolated
         if self._isolator == actor:
             self._isolator = None
-        work = sorted(loan.work)
+        for item in loan.work:
+            del self._holders[item]
+        work = sorted(
+            (purpose, sample_id)
+            for purpose, sample_id in loan.work
+            if sample_id not in published.get(purpose, ())
+        )
+        self._begun.update(sample_id for purpose, sample_id in work if purpose == "data")
         if alone:
             self._split(tuple(work))
             return
@@ -156,8 +177,11 @@ class LeasePool:
         return not self._num_unlent or len(self._audits) > data_left * self._num_audits
 
     def _lend(self, actor: int, purpose: Purpose, sample_ids: tuple[int, ...]) -> Lease:
-        self._loans[actor].work |= {(purpose, sample_id) for sample_id in sample_ids}
-        return Lease(sample_ids=sample_ids, purpose=purpose)
+        work = [(purpose, sample_id) for sample_id in sample_ids]
+        self._loans[actor].work.update(work)
+        self._holders.update(dict.fromkeys(work, actor))
+        begun = tuple(each for each in sample_ids if purpose == "data" and each in self._begun)
+        return Lease(sample_ids=sample_ids, purpose=purpose, begun=begun)
 
     def _lend_suspects(self, actor: int) -> Lease:
         group = self._suspects.popleft()
