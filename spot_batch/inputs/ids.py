@@ -17,7 +17,7 @@ def noise_key(seed: int, custom_id: str, sample_index: int) -> int:
 
 
 def drawn_sample_ids(num_samples: int, *, count: int, fingerprint: str) -> frozenset[int]:
-    """`count` samples drawn by hash, the same at every run of the job; all where there are fewer."""
+    """`count` samples drawn by hash, the same at every run of a job; all where there are fewer."""
     if num_samples <= count:
         return frozenset(range(num_samples))
     key, drawn, number = fingerprint.encode()[:64], set[int](), 0

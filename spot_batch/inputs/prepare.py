@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -196,6 +197,51 @@ class SamplePreparer:
             top_p=_number(own, "top_p", self._params.top_p, checked_top_p),
             stop=_stop(own, self._params.stop),
         )
+
+
+def unprepared(
+    spec: JobSpec,
+    pinned: PinnedInput,
+    reader: RowReader,
+    sample_ids: Sequence[int],
+    error: RowError,
+) -> list[PreparedSample]:
+    """Samples that end in `error`, made from the reader alone: nothing of their rows is rendered.
+
+    What kills whoever renders a row does not kill whoever says so.
+    """
+    n, own_seed = spec.generation.n, "seed" in spec.generation.per_row
+    row_indices = list(dict.fromkeys(each // n for each in sample_ids))
+    read = reader.read(row_indices)
+    position_of = {row_index: position for position, row_index in enumerate(row_indices)}
+    names = {*pinned.prompt_columns, pinned.custom_id_column, "seed" if own_seed else None} - {None}
+    values = read.table.select(sorted(map(str, names))).to_pylist()
+
+    def failed(sample_id: int) -> PreparedSample:
+        row_index = sample_id // n
+        position = position_of[row_index]
+        row, fault = values[position], read.faults.get(position)
+        custom_id: str | None = str(row_index)
+        if fault is not None:
+            custom_id = fault.custom_id
+        elif pinned.custom_id_column is not None:
+            custom_id = str(row[pinned.custom_id_column] or "") or None
+        seed = spec.generation.seed
+        with suppress(RowFault):
+            seed = _override(row, "seed", spec.generation.per_row, seed)
+        shown = _shown({name: row[name] for name in pinned.prompt_columns})
+        return PreparedSample(
+            sample_id=sample_id,
+            custom_id=custom_id,
+            seed=seed,
+            rows=read.table,
+            position=position,
+            prompt_text=read.raw.get(position, shown),
+            request=None,
+            error=replace(error, message=f"{reader.where(row_index)}: {error.message}"),
+        )
+
+    return [failed(sample_id) for sample_id in sample_ids]
 
 
 def sampling_params(

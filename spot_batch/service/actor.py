@@ -11,23 +11,22 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from spot_batch.inputs.prepare import PreparedSample
 from spot_batch.jobdir.checkpoints import Checkpoints
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.files import Reach, unhindered
+from spot_batch.jobdir.files import Reach, StorageFull, unhindered
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.models.device import choose_device
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.progress import LoadProgress
 from spot_batch.records.results import Completion, Outcome, RowError
 from spot_batch.service.assemble import EngineLoader, engine_settings, load_engine
+from spot_batch.service.intake import Intake, Owed
 
 logger = logging.getLogger(__name__)
 # Samples prepared and waiting in the engine, beside those in flight: all that an actor is lent, so
@@ -52,16 +51,9 @@ class ActorInfo:
     load_s: float
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample that this actor owes: prepared, perhaps in flight, not finished."""
-
-    purpose: Purpose
-    prepared: PreparedSample
-
-
 class Actor:
-    """One engine thread over the target and drafter of a job, which it loads first.
+    """One engine on a thread of its own: it loads a job's target and drafter, then decodes what the
+    intake's thread has prepared.
 
     `load_engine` and `reach` are for tests: another engine, and a call at each step of publication.
     """
@@ -79,8 +71,7 @@ class Actor:
         self._device, self._load_engine, self._reach = device, load_engine, reach
         self._info: ActorInfo | None = None
         self._load_progress = LoadProgress("checking")
-        self._queue: deque[tuple[Purpose, int]] = deque()
-        self._samples: dict[int, _Sample] = {}
+        self._in_engine: dict[int, Owed] = {}
         self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
         self._receipts: list[Receipt] = []
         self._has_published = False
@@ -88,6 +79,7 @@ class Actor:
         self._runs_short, self._has_asked = False, True
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._intake = Intake(self._changed)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
@@ -110,9 +102,8 @@ class Actor:
         """
         with self._changed:
             for lease in leases:
-                self._queue.extend((lease.purpose, sample_id) for sample_id in lease.sample_ids)
+                self._intake.offer(lease)
                 self._has_asked = False
-            self._changed.notify_all()
             self._changed.wait_for(
                 lambda: (
                     self._receipts
@@ -139,7 +130,7 @@ class Actor:
     def _news(self, receipts: Sequence[Receipt]) -> News:
         if self._info is None:
             return News(receipts=receipts)
-        num_owed, num_active = len(self._queue) + len(self._samples), self._engine.num_active
+        num_owed, num_active = self._intake.num_owed, self._engine.num_active
         return News(
             receipts=receipts,
             num_in_flight=num_active,
@@ -156,7 +147,7 @@ class Actor:
             while not self._stopping:
                 self._admit()
                 for completion in self._engine.step() if self._engine.has_work else ():
-                    self._finish(completion)
+                    self._complete(completion)
                 self._ask_if_short()
                 self._publish_if_due()
                 self._checkpoint_if_due()
@@ -165,10 +156,11 @@ class Actor:
             self._checkpoint()
         except BaseException as error:  # handed to whoever asks for news
             logger.exception("%s: the engine stopped", self._name)
+            if not isinstance(error, StorageFull):
+                self._rescue()
             with self._changed:
                 self._failure = error
-        with self._changed:
-            self._changed.notify_all()
+        self._intake.end()
 
     def _load(self) -> None:
         began_s = time.monotonic()
@@ -177,8 +169,7 @@ class Actor:
         torch.set_num_threads(spec.resources.num_threads)  # OpenMP counts by thread
         device = choose_device(self._device)
         loaded = self._load_engine(self._job, device, self._note)
-        self._engine, self._preparer = loaded.engine, loaded.preparer
-        self._text, self._too_large = loaded.text, loaded.too_large
+        self._engine, self._text, self._too_large = loaded.engine, loaded.text, loaded.too_large
         self._max_sequences = engine_settings(spec, device).max_sequences
         # A trajectory is recorded from its beginning or not at all.
         self._checkpoint_s = (
@@ -186,6 +177,8 @@ class Actor:
         )
         self._checkpoints = Checkpoints(self._job)
         self._publish_s = spec.scheduling.publish_seconds
+        most = int(self._max_sequences * (1 + READY_SHARE))
+        self._intake.start(self._job, loaded, at_once=self._max_sequences, most=most)
         self._started_s = self._last_publish_s = self._last_checkpoint_s = time.monotonic()
         with self._changed:
             self._info = ActorInfo(
@@ -202,61 +195,48 @@ class Actor:
         self._load_progress = progress
 
     def _admit(self) -> None:
-        """Prepare queued samples until the engine has a few to spare."""
-        room = int(self._max_sequences * (1 + READY_SHARE)) - len(self._samples)
-        if room < 1 or not self._queue:
-            return
-        taken = self._take(room)
-        for purpose in ("data", "audit"):
-            ids = [sample_id for kind, sample_id in taken if kind == purpose]
-            if not ids:
-                continue
-            begun = self._checkpoints.find(ids) if purpose == "data" else {}
-            for prepared in self._preparer.prepare(ids, draft_free=purpose == "audit"):
-                if prepared.request is None:
-                    assert prepared.error is not None
-                    self._finished[purpose].append(prepared.outcome(prepared.error))
-                    continue
-                request = replace(prepared.request, begun=begun.get(prepared.sample_id))
+        """Give the engine what has been prepared; what cannot be decoded is finished at once."""
+        taken = self._intake.take()
+        for owed in taken:
+            error, request = owed.prepared.error, owed.prepared.request
+            if request is not None:
                 too_large = self._too_large(request)
                 if too_large is not None:
                     error = RowError(code="oom", stage="decode", message=too_large)
-                    self._finished[purpose].append(prepared.outcome(error))
-                    continue
-                self._samples[prepared.sample_id] = _Sample(purpose, prepared)
+            if error is not None:
+                self._finish(owed, owed.prepared.outcome(error))
+            elif request is not None:
+                self._in_engine[request.sample_id] = owed
                 self._engine.add(request)
-        self._job.reach("actor.admitted")
+        if taken:
+            self._job.reach("actor.admitted")
 
-    def _take(self, room: int) -> list[tuple[Purpose, int]]:
-        """Up to `room` queued samples; one that is in flight for the other purpose waits for it."""
-        taken: list[tuple[Purpose, int]] = []
-        held: list[tuple[Purpose, int]] = []
-        ids = set(self._samples)
-        with self._changed:
-            while self._queue and len(taken) < room:
-                purpose, sample_id = self._queue.popleft()
-                (held if sample_id in ids else taken).append((purpose, sample_id))
-                ids.add(sample_id)
-            self._queue.extendleft(reversed(held))
-        return taken
-
-    def _finish(self, completion: Completion) -> None:
-        sample = self._samples.pop(completion.sample_id)
+    def _complete(self, completion: Completion) -> None:
+        owed = self._in_engine.pop(completion.sample_id)
         text = completion.text if completion.text is not None else self._text(completion.token_ids)
-        self._finished[sample.purpose].append(sample.prepared.outcome(completion, text))
+        self._finish(owed, owed.prepared.outcome(completion, text))
+
+    def _finish(self, owed: Owed, outcome: Outcome) -> None:
+        self._finished[owed.purpose].append(outcome)
+        self._intake.finished(outcome.sample_id)
         self._job.reach("actor.finished")
 
     def _ask_if_short(self) -> None:
         """Wake whoever waits to lend more; once, for there may be nothing more to lend."""
-        if not self._has_asked and runs_short(
-            len(self._queue) + len(self._samples), self._max_sequences
-        ):
+        if not self._has_asked and runs_short(self._intake.num_owed, self._max_sequences):
             with self._changed:
                 self._has_asked = self._runs_short = True
                 self._changed.notify_all()
 
+    def _rescue(self) -> None:
+        """Publish what was finished before the engine failed, as far as that can be done."""
+        try:
+            self._publish()
+        except Exception:
+            logger.exception("%s: finished samples are lost with the engine", self._name)
+
     def _publish_if_due(self) -> None:
-        idle = not self._samples and not self._queue
+        idle = not self._intake.num_owed
         late = time.monotonic() - self._last_publish_s >= self._publish_s
         first = not self._has_published and len(self._finished["data"]) >= FIRST_ROWS
         if idle or late or first:
@@ -292,7 +272,9 @@ class Actor:
         if self._engine.has_work:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._stopping, timeout=IDLE_WAIT_S)
+            self._changed.wait_for(
+                lambda: self._intake.is_ready or self._stopping, timeout=IDLE_WAIT_S
+            )
 
 
 def runs_short(num_owed: int, max_sequences: int) -> bool:

@@ -104,7 +104,8 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
     )
     return Loaded(
         engine=engine,
-        preparer=sample_preparer(spec, job.pinned, info, tokenizer),
+        # A tokenizer of its own: a fast one may not be asked by two threads at once.
+        preparer=sample_preparer(spec, job.pinned, info, load_tokenizer(info.path)),
         text=text,
         drafter=drafter.name,
         too_large=partial(memory.fault, block_length=info.block_length),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from spot_batch.inputs.ids import audit_sample_ids
 from spot_batch.jobdir.check import incomparable_ids
+from spot_batch.jobdir.checkpoints import Checkpoints
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.scan import scan
 from spot_batch.records.lending import Lease, Receipt
@@ -28,6 +29,7 @@ class Ledger:
         self._pool = LeasePool(
             pending=published.data.gaps(job.num_samples),
             audits=sorted(each for each in self.audits if each not in published.audits),
+            begun=Checkpoints(job).known_ids(),
             deaths_alone=max(1, job.spec.failure.row_attempts - 1),
         )
 
@@ -64,7 +66,7 @@ class Ledger:
         for receipt in receipts:
             done = self.durable if receipt.purpose == "data" else self.audited
             done.add_many(receipt.sample_ids)
-            self._pool.published(receipt.purpose, frozenset(receipt.sample_ids))
+            self._pool.published(receipt.purpose, receipt.sample_ids)
 
     def runs_alone(self, actor: int) -> bool:
         """Whether the actor holds nothing but suspects."""
@@ -76,9 +78,7 @@ class Ledger:
         published = scan(self._job)
         self.durable.update(published.data)
         self.audited.update(published.audits)
-        self._pool.published("data", published.data)
-        self._pool.published("audit", published.audits)
-        self._pool.died(actor)
+        self._pool.died(actor, {"data": published.data, "audit": published.audits})
 
     def take_given_up(self) -> Sequence[int]:
         """Samples that killed their actor each time they ran alone, for the caller to record."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from spot_batch.checkpoints.tokenizer import load_tokenizer
+from spot_batch.inputs.prepare import unprepared
+from spot_batch.inputs.reader import InputReader
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import DriverLock
@@ -22,7 +23,6 @@ from spot_batch.records.lending import Lease, News, Receipt
 from spot_batch.records.progress import LoadProgress, RunFacts
 from spot_batch.records.results import Outcome, RowError
 from spot_batch.service.actor import ActorInfo
-from spot_batch.service.assemble import model_info, sample_preparer
 from spot_batch.service.beating import beating
 from spot_batch.service.chronicle import Chronicle
 from spot_batch.service.deaths import Death, Failure, verdict_after
@@ -264,12 +264,12 @@ def result_of_complete(job: JobDirectory) -> JobResult | None:
 
 def crashed(job: JobDirectory, sample_ids: Sequence[int]) -> list[Outcome]:
     """Error rows for samples that killed their actor each time they ran alone."""
-    info = model_info(job.spec)
-    preparer = sample_preparer(job.spec, job.pinned, info, load_tokenizer(info.path))
     error = RowError(
         code="actor_crash",
         stage="decode",
         message="the actor's process died each time this sample ran alone",
         attempts=job.spec.failure.row_attempts,
     )
-    return [prepared.outcome(error) for prepared in preparer.prepare(sample_ids)]
+    reader = InputReader(job.pinned)
+    failed = unprepared(job.spec, job.pinned, reader, sample_ids, error)
+    return [sample.outcome(sample.error or error) for sample in failed]

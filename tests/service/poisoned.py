@@ -13,5 +13,5 @@ POISON = "hemlock"
 class PoisonedActor(Actor):
     def _admit(self) -> None:
         super()._admit()
-        if any(POISON in sample.prepared.prompt_text for sample in self._samples.values()):
+        if any(POISON in owed.prepared.prompt_text for owed in self._in_engine.values()):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,91 @@
+"""Rows that hurt whoever prepares them: every id ends in data/ or in errors/, and the job ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spot_batch
+from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
+from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.summary import Summary
+from spot_batch.service.progress import Exit
+from tests.service.jobs import begin, prompts, small_spec, write_rows
+from tests.service.poisoned import POISON
+from tests.service.pool import drive
+
+NUM_ROWS = 24
+TOLERANT = {
+    "input.custom_id": "id",
+    "failure.max_error_fraction": 0.2,
+    "scheduling.publish_seconds": 0.001,
+}
+
+
+class Odd(Exception):
+    """Nothing that anybody foresees."""
+
+
+def poisoned_rows(*places: int) -> list[dict[str, object]]:
+    rows = prompts(NUM_ROWS)
+    for place in places:
+        rows[place]["question"] = f"How much {POISON} is too much?"
+    return rows
+
+
+def rendering_does(monkeypatch: pytest.MonkeyPatch, harm: Callable[[], object]) -> None:
+    """Whoever renders a poisoned row suffers, the driver as well: actors and driver are forked."""
+    render = PromptRenderer.render
+
+    def harmful(
+        self: PromptRenderer, row: Mapping[str, object], *, max_new_tokens: int
+    ) -> RenderedPrompt:
+        if POISON in str(row["question"]):
+            harm()
+        return render(self, row, max_new_tokens=max_new_tokens)
+
+    monkeypatch.setattr(PromptRenderer, "render", harmful)
+
+
+def errors_of(job: JobDirectory) -> list[tuple[Any, ...]]:
+    wanted = ("custom_id", "row_index", "code", "stage")
+    return [tuple(row[name] for name in wanted) for row in spot_batch.load(job.root, "errors")]
+
+
+def test_a_row_whose_rendering_raises_is_an_error_and_costs_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harm() -> None:
+        raise Odd("who would have thought")
+
+    rows = write_rows(tmp_path, poisoned_rows(5, 17))
+    job, _ = begin(tmp_path / "out", small_spec(rows, TOLERANT))
+    rendering_does(monkeypatch, harm)
+    assert drive(job.root) == Exit.COMPLETE
+    assert errors_of(job) == [
+        ("q-5", 5, "bad_prompt", "prompt"),
+        ("q-17", 17, "bad_prompt", "prompt"),
+    ]
+    said = spot_batch.load(job.root, "errors")["message"][0]
+    assert "who would have thought" in said
+    assert "rows.jsonl line 6" in said
+    assert Summary.read(job.summary_path).totals.num_completions == NUM_ROWS - 2
+
+
+def test_a_row_that_kills_whoever_renders_it_is_an_error_and_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(tmp_path, poisoned_rows(5))
+    job, _ = begin(tmp_path / "out", small_spec(rows, TOLERANT))
+    rendering_does(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert drive(job.root) == Exit.COMPLETE
+    assert errors_of(job) == [("q-5", 5, "actor_crash", "decode")]
+    error = spot_batch.load(job.root, "errors")[0]
+    assert error["request"] == f"How much {POISON} is too much?"
+    assert error["attempts"] == job.spec.failure.row_attempts
+    assert Summary.read(job.summary_path).totals.num_completions == NUM_ROWS - 1
