@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spot_batch
+from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
 from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.summary import Summary
@@ -31,22 +32,21 @@ class Odd(Exception):
     """Nothing that anybody foresees."""
 
 
-def poisoned_rows(*places: int) -> list[dict[str, object]]:
+def poisoned_rows(place: int) -> list[dict[str, object]]:
     rows = prompts(NUM_ROWS)
-    for place in places:
-        rows[place]["question"] = f"How much {POISON} is too much?"
+    rows[place]["question"] = f"How much {POISON} is too much?"
     return rows
 
 
-def rendering_does(monkeypatch: pytest.MonkeyPatch, harm: Callable[[], object]) -> None:
-    """Whoever renders a poisoned row suffers, the driver as well: actors and driver are forked."""
+def kill_who_renders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poisoned row kills whoever renders it, the driver as well: driver and actors are forked."""
     render = PromptRenderer.render
 
     def harmful(
         self: PromptRenderer, row: Mapping[str, object], *, max_new_tokens: int
     ) -> RenderedPrompt:
         if POISON in str(row["question"]):
-            harm()
+            os.kill(os.getpid(), signal.SIGKILL)
         return render(self, row, max_new_tokens=max_new_tokens)
 
     monkeypatch.setattr(PromptRenderer, "render", harmful)
@@ -57,15 +57,21 @@ def errors_of(job: JobDirectory) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in wanted) for row in spot_batch.load(job.root, "errors")]
 
 
-def test_a_row_whose_rendering_raises_is_an_error_and_costs_no_other_row(
+def test_a_row_whose_preparation_raises_is_an_error_and_costs_no_other_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def harm() -> None:
-        raise Odd("who would have thought")
-
-    rows = write_rows(tmp_path, poisoned_rows(5, 17))
+    rows = write_rows(tmp_path, prompts(NUM_ROWS))
     job, _ = begin(tmp_path / "out", small_spec(rows, TOLERANT))
-    rendering_does(monkeypatch, harm)
+    prepare = SamplePreparer.prepare
+
+    def harmful(
+        self: SamplePreparer, sample_ids: Sequence[int], *, draft_free: bool = False
+    ) -> list[PreparedSample]:
+        if {5, 17} & set(sample_ids):
+            raise Odd("who would have thought")
+        return prepare(self, sample_ids, draft_free=draft_free)
+
+    monkeypatch.setattr(SamplePreparer, "prepare", harmful)
     assert drive(job.root) == Exit.COMPLETE
     assert errors_of(job) == [
         ("q-5", 5, "bad_prompt", "prompt"),
@@ -82,7 +88,7 @@ def test_a_row_that_kills_whoever_renders_it_is_an_error_and_the_job_ends(
 ) -> None:
     rows = write_rows(tmp_path, poisoned_rows(5))
     job, _ = begin(tmp_path / "out", small_spec(rows, TOLERANT))
-    rendering_does(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    kill_who_renders(monkeypatch)
     assert drive(job.root) == Exit.COMPLETE
     assert errors_of(job) == [("q-5", 5, "actor_crash", "decode")]
     error = spot_batch.load(job.root, "errors")[0]
