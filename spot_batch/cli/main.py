@@ -7,6 +7,7 @@ torch or ray is imported when a command runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -48,50 +49,37 @@ def main(
         raise typer.Exit
 
 
+def _add(to: typer.Typer, *commands: Callable[..., object], **named: Callable[..., object]) -> None:
+    """Adds commands, named as their functions are where no other name is given."""
+    for each in commands:
+        to.command(each.__name__.replace("_", "-"))(each)
+    for name, each in named.items():
+        to.command(name)(each)
+
+
 def _group(name: str, about: str) -> typer.Typer:
     found = typer.Typer(help=about, no_args_is_help=True)
     app.add_typer(found, name=name)
     return found
 
 
-app.command("submit")(job.submit)
-app.command("demo")(job.demo)
-app.command("resume")(job.resume)
-app.command("retry")(job.retry)
-app.command("status")(job.status)
-app.command("validate")(job.validate)
-app.command("export")(export.export)
-app.command("replay")(replay.replay)
-app.command("init")(specs.init)
-app.command("jobs")(specs.jobs)
-app.command("trajectories")(training.trajectories)
+_add(app, *(job.submit, job.demo, job.resume, job.retry, job.status, job.validate))
+_add(app, *(export.export, replay.replay, specs.init, specs.jobs, training.trajectories))
 
 _targets = _group("targets", "Targets: which there are, what one is.")
-_targets.command("list")(targets.list_targets)
-_targets.command("check")(targets.check)
+_add(_targets, targets.check, list=targets.list_targets)
 
 _drafters = _group("drafters", "Drafters: which there are, what a file is, taking one over.")
-_drafters.command("list")(drafters.list_drafters)
-_drafters.command("inspect")(foreign.inspect)
-_drafters.command("import")(foreign.import_drafter)
+_add(_drafters, foreign.inspect, list=drafters.list_drafters)
+_add(_drafters, **{"import": foreign.import_drafter})
 
 _train = _group("train", "Train targets and drafters.")
-_train.command("drafter")(training.drafter)
-_train.command("corpus")(bundled.corpus)
-_train.command("target")(bundled.target)
+_add(_train, training.drafter, bundled.corpus, bundled.target)
 
 _calibrate = _group("calibrate", "Calibrate drafters.")
-_calibrate.command("masses")(drafters.masses)
-_calibrate.command("spiffy")(calibrating.spiffy)
+_add(_calibrate, drafters.masses, calibrating.spiffy)
 
 _bench = _group("bench", "Measurements that anyone can run.")
-_bench.command("exact")(exact.exact)
-_bench.command("latency")(latency.latency)
-_bench.command("throughput")(throughput.throughput)
-_bench.command("simulate")(simulate.simulate)
-_bench.command("occupancy")(occupancy.occupancy)
-_bench.command("store")(store.store)
-_bench.command("nfe")(nfe.nfe)
-_bench.command("commit-order")(commit_order.commit_order)
-_bench.command("scores")(scores.scores)
-_bench.command("prompts")(prompts.prompts)
+_add(_bench, *(exact.exact, latency.latency, throughput.throughput, simulate.simulate))
+_add(_bench, *(occupancy.occupancy, store.store, nfe.nfe, commit_order.commit_order))
+_add(_bench, scores.scores, prompts.prompts)

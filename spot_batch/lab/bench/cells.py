@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -41,6 +41,20 @@ class Spread(Protocol):
     def __call__(
         self, benchmark: Benchmark[CellT, RowT], groups: Sequence[Sequence[CellT]]
     ) -> AbstractContextManager[Iterator[Sequence[RowT]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCell:
+    """A recording of a task's prompts."""
+
+    task: str
+    temperature: float
+    seed: int
+
+
+def cell_of(kind: type[CellT], row: object) -> CellT:
+    """The cell that a row is of: a row has all its fields."""
+    return kind(**{each.name: getattr(row, each.name) for each in fields(kind)})  # type: ignore[arg-type]
 
 
 class MeasuredCells(Generic[RowT]):

@@ -7,7 +7,7 @@ often the position that was most confident goes next, and what knowing positions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,13 @@ import torch
 
 from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
+from spot_batch.lab.bench.cells import TaskCell, cell_of
 from spot_batch.lab.bench.forwards import forwards_needed
+from spot_batch.lab.bench.grids import OrderGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests, params_of
 from spot_batch.lab.bench.recording import RecordedSample, as_trajectories, future_of, record
+from spot_batch.lab.bench.tasks import TaskPrompts
 from spot_batch.lab.methods.graphs import fit_sharpness
 from spot_batch.lab.methods.oracles import OracleDrafter, OracleKind
 from spot_batch.learning.queries import make_examples
@@ -51,15 +54,6 @@ class OracleRow:
     nfe_ratio: float
 
 
-@dataclass(frozen=True, slots=True)
-class OrderCell:
-    """A recording whose order is looked at."""
-
-    task: str
-    temperature: float
-    seed: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitOrder:
     """The figures of a recording; `prompts` is their digest."""
@@ -72,8 +66,8 @@ class CommitOrder:
     oracles: tuple[OracleRow, ...]
 
     @property
-    def cell(self) -> OrderCell:
-        return OrderCell(self.task, self.temperature, self.seed)
+    def cell(self) -> TaskCell:
+        return cell_of(TaskCell, self)
 
     @classmethod
     def read(
@@ -93,33 +87,30 @@ class CommitOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderBenchmark:
-    """What all recordings share: prompts of each task with their digest, budgets of the oracles."""
+    """What all recordings share."""
 
     models: Models
-    prompts: Mapping[str, Sequence[str]]
-    digests: Mapping[str, str]
-    budgets: Sequence[int]
-    max_new_tokens: int
+    prompts: TaskPrompts
+    grid: OrderGrid
 
-    def open(self) -> Callable[[Sequence[OrderCell]], Iterator[CommitOrder]]:
+    def open(self) -> Callable[[Sequence[TaskCell]], Iterator[CommitOrder]]:
         info, target, drafter = self.models.info, self.models.target(), self.models.drafter()
 
-        def recorded(cells: Sequence[OrderCell]) -> Iterator[CommitOrder]:
+        def recorded(cells: Sequence[TaskCell]) -> Iterator[CommitOrder]:
             for cell in cells:
                 params = params_of(
-                    info, temperature=cell.temperature, max_new_tokens=self.max_new_tokens
+                    info, temperature=cell.temperature, max_new_tokens=self.grid.max_new_tokens
                 )
-                prompts = list(self.prompts[cell.task])
+                prompts = self.prompts.texts[cell.task]
                 samples = record(target, make_requests(info, prompts, params, seed=cell.seed))
+                oracles = worth_of_knowing(
+                    samples, info, self.grid.budgets, drafter, device=target.device
+                )
                 yield CommitOrder(
-                    task=cell.task,
-                    temperature=cell.temperature,
-                    seed=cell.seed,
-                    prompts=self.digests[cell.task],
+                    **asdict(cell),
+                    prompts=self.prompts.digests[cell.task],
                     blocks=tuple(order_by_block(samples, info)),
-                    oracles=tuple(
-                        worth_of_knowing(samples, info, self.budgets, drafter, device=target.device)
-                    ),
+                    oracles=tuple(oracles),
                 )
 
         return recorded

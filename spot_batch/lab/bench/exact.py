@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from spot_batch.drafters.base import Drafter
 from spot_batch.engine.engine import Engine, EngineSettings
+from spot_batch.lab.bench.cells import cell_of
 from spot_batch.lab.bench.grids import ExactGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests, params_of
@@ -85,23 +86,16 @@ class ExactRow:
 
     @property
     def cell(self) -> ExactCell:
-        return ExactCell(
-            numerics=self.numerics,
-            temperature=self.temperature,
-            seed=self.seed,
-            sequences=self.sequences,
-            drafting=self.drafting,
-        )
+        return cell_of(ExactCell, self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactBenchmark:
-    """What all cells share; `draftings` by their name."""
+    """What all cells share."""
 
     models: Models
     questions: Sequence[str]
-    draftings: Mapping[str, Drafting]
-    max_new_tokens: int
+    grid: ExactGrid
 
     def open(self) -> Callable[[Sequence[ExactCell]], Iterator[ExactRow]]:
         """Decodes every prompt draft-free, one at a time, then in every other way, and compares.
@@ -110,19 +104,20 @@ class ExactBenchmark:
         """
         info, drafter = self.models.info, self.models.some_drafter()
         targets: dict[str, BlockTarget] = {}
+        draftings = draftings_of(self.grid)
 
         def compared(cells: Sequence[ExactCell]) -> Iterator[ExactRow]:
             kind = cells[0].numerics
             if kind not in targets:
                 targets[kind] = self.models.target(canonical=kind == "canonical")
             params = params_of(
-                info, temperature=cells[0].temperature, max_new_tokens=self.max_new_tokens
+                info, temperature=cells[0].temperature, max_new_tokens=self.grid.max_new_tokens
             )
-            requests = make_requests(info, list(self.questions), params, seed=cells[0].seed)
+            requests = make_requests(info, self.questions, params, seed=cells[0].seed)
             alone = EngineSettings(max_sequences=1, budget=0)
             base = decode_all(targets[kind], None, requests, alone)
             for cell in cells:
-                drafting = self.draftings[cell.drafting]
+                drafting = draftings[cell.drafting]
                 settings = replace(
                     alone,
                     max_sequences=cell.sequences,
@@ -135,9 +130,9 @@ class ExactBenchmark:
         return compared
 
 
-def cells_of(grid: ExactGrid, draftings: Iterable[str]) -> list[list[ExactCell]]:
+def cells_of(grid: ExactGrid) -> list[list[ExactCell]]:
     """The cells of a grid; those of one draft-free decoding stand together."""
-    names = list(draftings)
+    names = list(draftings_of(grid))
     return [
         [
             ExactCell(

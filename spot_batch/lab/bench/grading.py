@@ -14,10 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from spot_batch.lab.bench.cells import TaskCell, cell_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,6 @@ RUN_TIMEOUT_S = 10.0
 CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 1 << 30, 1 << 20
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # they may not have more
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreCell:
-    """Prompts that are answered draft-free and drafted."""
-
-    task: str
-    temperature: float
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +55,12 @@ class ScoreRow:
     p_value: float
 
     @property
-    def cell(self) -> ScoreCell:
-        return ScoreCell(self.task, self.temperature, self.seed)
+    def cell(self) -> TaskCell:
+        return cell_of(TaskCell, self)
 
 
 def score_row(
-    cell: ScoreCell,
+    cell: TaskCell,
     method: str,
     *,
     prompts: str,
@@ -79,9 +72,7 @@ def score_row(
     only_drafted = sum(mine and not free for free, mine in pairs)
     only_free = sum(free and not mine for free, mine in pairs)
     return ScoreRow(
-        task=cell.task,
-        temperature=cell.temperature,
-        seed=cell.seed,
+        **asdict(cell),
         method=method,
         prompts=prompts,
         num_prompts=len(pairs),

@@ -246,7 +246,15 @@ class ExactGrid(PromptGrid):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ThroughputGrid(PromptGrid):
+class ClockedGrid(PromptGrid):
+    """Of a benchmark that a clock decides: one temperature and one rule for all its cells."""
+
+    temperature: float = _key(_temperature, 0.0, kind=float)
+    unmasking: str = _unmasking()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThroughputGrid(ClockedGrid):
     SHARED: ClassVar[tuple[str, ...]] = (
         *("unmasking", "temperature", "max_new_tokens", "passes", "plain_passes", "turn_seconds"),
     )
@@ -257,8 +265,6 @@ class ThroughputGrid(PromptGrid):
         _budgets, (0, 2, 8, "auto"), "Drafted slots a sample, or auto."
     )
     gammas: tuple[float, ...] = _key(_floors, (), "Mass floors, each at the largest budget.")
-    unmasking: str = _unmasking()
-    temperature: float = _key(_temperature, 0.0, kind=float)
     passes: int = _key(_whole(2), 10, kind=int)
     plain_passes: int = _key(
         _whole(0), 2, "Batches of the plain loop over transformers; 0: none.", kind=int
@@ -281,7 +287,7 @@ class ThroughputGrid(PromptGrid):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulateGrid(PromptGrid):
+class SimulateGrid(ClockedGrid):
     SHARED: ClassVar[tuple[str, ...]] = (
         "unmasking",
         "temperature",
@@ -297,14 +303,14 @@ class SimulateGrid(PromptGrid):
     )
     sequences: tuple[int, ...] = _in_flight(1, 8, 32, 128)
     budgets: tuple[int, ...] = _key(_wholes(0), (1, 2, 4, 8, 20), "Fixed budgets to compare.")
-    unmasking: str = _unmasking()
-    temperature: float = _key(_temperature, 0.0, kind=float)
     rounds: int = _key(_whole(1), 200, "Rounds of each, after the first eight.", kind=int)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OccupancyGrid(PromptGrid):
-    SHARED: ClassVar[tuple[str, ...]] = ("samples", "sequences", "actors", "order", "temperature")
+class OccupancyGrid(ClockedGrid):
+    SHARED: ClassVar[tuple[str, ...]] = (
+        *("samples", "sequences", "actors", "order", "temperature", "unmasking"),
+    )
 
     limit: int = _limit(64)
     max_new_tokens: int = _length(32)
@@ -317,7 +323,6 @@ class OccupancyGrid(PromptGrid):
         _budgets, (0, "auto"), "Drafted slots a sample, or auto."
     )
     order: str = _key(_one_of("longest_first", "input"), "longest_first", "longest_first or input.")
-    temperature: float = _key(_temperature, 0.0, kind=float)
     plot: bool = _key(_flag, False, "The tail's curve as bars.", kind=bool)
 
     def __post_init__(self) -> None:

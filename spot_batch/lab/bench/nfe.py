@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -20,13 +20,14 @@ from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import EngineSettings
+from spot_batch.lab.bench.cells import cell_of
 from spot_batch.lab.bench.exact import decode_all
 from spot_batch.lab.bench.forwards import Needed, forwards_needed
 from spot_batch.lab.bench.grids import NfeGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests, params_of
 from spot_batch.lab.bench.recording import RecordedSample, as_trajectories, future_of, record
-from spot_batch.lab.bench.tasks import find_tasks
+from spot_batch.lab.bench.tasks import TaskPrompts, find_tasks
 from spot_batch.lab.methods.baselines import ChainDrafter, ConfidenceTreeDrafter, RandomDrafter
 from spot_batch.lab.methods.graphs import Counted, count_formulas, fit_graph, fit_sharpness
 from spot_batch.lab.methods.oracles import OracleDrafter, OracleKind
@@ -115,14 +116,7 @@ class NfeRow:
 
     @property
     def cell(self) -> Cell:
-        return Cell(
-            task=self.task,
-            method=self.method,
-            budget=self.budget,
-            temperature=self.temperature,
-            seed=self.seed,
-            length=self.length,
-        )
+        return cell_of(Cell, self)
 
 
 @dataclass(slots=True)
@@ -160,7 +154,7 @@ def fitted(
     graphs: Mapping[tuple[float, int], SpiffyGraph],
 ) -> Fitted:
     """Calibration trajectories of training prompts, under the parameters of the cells."""
-    requests = make_requests(info, list(questions), replace(params, stop_at="block"), seed=1)
+    requests = make_requests(info, questions, replace(params, stop_at="block"), seed=1)
     return Fitted(as_trajectories(record(target, requests), info), dict(graphs))
 
 
@@ -218,12 +212,7 @@ def measure(
         agrees, identical = _live(cell, samples, found, drafter, live_on, gamma)
     num_accepted = sum(one.num_accepted for one in found)
     return NfeRow(
-        task=cell.task,
-        method=cell.method,
-        budget=cell.budget,
-        temperature=cell.temperature,
-        seed=cell.seed,
-        length=cell.length,
+        **asdict(cell),
         prompts=prompts,
         num_prompts=len(samples),
         nfe=float(forwards.mean()),
@@ -289,21 +278,18 @@ def gaps(rows: Sequence[NfeRow]) -> Iterator[tuple[Cell, float]]:
 class NfeBenchmark:
     """What the cells of a grid share.
 
-    `prompts` of each task, with their digest; `learned_from`: training prompts of the baselines;
-    `graphs`: Spiffy's, by temperature and budget, fitted where there are none; `live`: one cell in
-    so many is run live too, none with 0.
+    `learned_from`: training prompts of the baselines; `graphs`: Spiffy's, by temperature and
+    budget, fitted where there are none.
     """
 
     models: Models
-    prompts: Mapping[str, Sequence[str]]
-    digests: Mapping[str, str]
+    prompts: TaskPrompts
+    grid: NfeGrid
     learned_from: Sequence[str]
     graphs: Mapping[tuple[float, int], SpiffyGraph]
-    max_new_tokens: int
-    live: int
 
     def runs_live(self, cell: Cell) -> bool:
-        return self.live > 0 and cell.is_live(self.live)
+        return self.grid.live > 0 and cell.is_live(self.grid.live)
 
     def is_done(self, cell: Cell, row: NfeRow) -> bool:
         """Whether a row that was kept has been run live if it is to be."""
@@ -320,7 +306,7 @@ class NfeBenchmark:
             params = params_of(
                 models.info,
                 temperature=first.temperature,
-                max_new_tokens=first.length or self.max_new_tokens,
+                max_new_tokens=first.length or self.grid.max_new_tokens,
                 is_fixed=first.length is not None,
             )
             key = (first.temperature, first.length)
@@ -328,7 +314,7 @@ class NfeBenchmark:
                 calibrated[key] = fitted(
                     target, models.info, self.learned_from, params, self.graphs
                 )
-            prompts = list(self.prompts[first.task])
+            prompts = self.prompts.texts[first.task]
             samples = record(target, make_requests(models.info, prompts, params, seed=first.seed))
             fit = calibrated.get(key)
             for cell in cells:
@@ -336,7 +322,7 @@ class NfeBenchmark:
                     cell,
                     samples,
                     make_drafter(cell, order=order, fitted_to=fit, samples=samples),
-                    prompts=self.digests[cell.task],
+                    prompts=self.prompts.digests[cell.task],
                     live_on=target if self.runs_live(cell) else None,
                     device=target.device,
                 )

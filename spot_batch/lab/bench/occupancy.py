@@ -18,12 +18,13 @@ from spot_batch.engine.clock import device_clock
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.measure import measure_latency
+from spot_batch.lab.bench.cells import cell_of
 from spot_batch.lab.bench.grids import OccupancyGrid
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.questions import make_requests
+from spot_batch.lab.bench.questions import make_requests, params_of_grid
 from spot_batch.lab.bench.simulate import Recording, simulated_engine
 from spot_batch.records.results import Rounds
-from spot_batch.records.sampling import Request, SamplingParams
+from spot_batch.records.sampling import Request
 from spot_batch.service.actor import runs_short
 from spot_batch.service.leases import LeasePool, room_for
 
@@ -70,7 +71,7 @@ class Occupancy:
 
     @property
     def cell(self) -> OccupancyCell:
-        return OccupancyCell(self.budget, self.seed)
+        return cell_of(OccupancyCell, self)
 
     @classmethod
     def read(cls, *, tail: Sequence[Mapping[str, Any]], **values: Any) -> Occupancy:
@@ -89,35 +90,30 @@ class OccupancyBenchmark:
 
     models: Models
     questions: Sequence[str]
-    params: SamplingParams
+    grid: OccupancyGrid
     table: LatencyTable | None
-    num_samples: int
-    num_actors: int
-    max_sequences: int
-    longest_first: bool
-    least_new_tokens: int
 
     def open(self) -> Callable[[Sequence[OccupancyCell]], Iterator[Occupancy]]:
+        grid, info = self.grid, self.models.info
         drafter, target = self.models.some_drafter(), self.models.target()
+        params = params_of_grid(info, grid)
         recording = Recording(target)
         if self.table is not None:
             latency = self.table
         else:
             latency = measure_latency(
-                target, drafter, max_slots=4 * self.max_sequences, at_most_s=_LATENCY_S
+                target, drafter, max_slots=4 * grid.sequences, at_most_s=_LATENCY_S
             )
 
         def measured(cells: Sequence[OccupancyCell]) -> Iterator[Occupancy]:
             for cell in cells:
-                requests = make_requests(
-                    self.models.info, list(self.questions), self.params, seed=cell.seed
-                )
+                requests = make_requests(info, self.questions, params, seed=cell.seed)
                 if self.table is not None:
                     recording.record(requests)
                 settings = EngineSettings(
-                    max_sequences=self.max_sequences,
+                    max_sequences=grid.sequences,
                     budget="auto" if cell.budget == "auto" else int(cell.budget),
-                    longest_first=self.longest_first,
+                    longest_first=grid.order == "longest_first",
                 )
 
                 def make(
@@ -132,14 +128,14 @@ class OccupancyBenchmark:
                 run = run_job(
                     mixed_lengths(
                         requests,
-                        num_samples=self.num_samples,
-                        least=self.least_new_tokens,
-                        most=self.params.max_new_tokens,
+                        num_samples=grid.samples,
+                        least=grid.min_new_tokens,
+                        most=grid.max_new_tokens,
                     ),
                     make,
                     budget=settings.budget,
-                    num_actors=self.num_actors,
-                    max_sequences=self.max_sequences,
+                    num_actors=grid.actors,
+                    max_sequences=grid.sequences,
                 )
                 yield replace(run, seed=cell.seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.json_lines import json_lines
+from spot_batch.lab.bench.grids import ClockedGrid
 from spot_batch.records.sampling import Request, SamplingParams
 
 _COLUMNS = ("question", "prompt", "instruction", "text")
@@ -54,8 +56,18 @@ def params_of(
     )
 
 
+def params_of_grid(info: ModelInfo, grid: ClockedGrid) -> SamplingParams:
+    """How the samples of a benchmark of one temperature are decoded."""
+    return params_of(
+        info,
+        temperature=grid.temperature,
+        max_new_tokens=grid.max_new_tokens,
+        unmasking=grid.unmasking,
+    )
+
+
 def make_requests(
-    info: ModelInfo, questions: list[str], params: SamplingParams, *, seed: int = 0
+    info: ModelInfo, questions: Sequence[str], params: SamplingParams, *, seed: int = 0
 ) -> list[Request]:
     """A request a question, as a job would make it."""
     tokenizer = load_tokenizer(info.path)

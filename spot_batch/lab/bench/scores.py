@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.engine.engine import EngineSettings
+from spot_batch.lab.bench.cells import TaskCell
 from spot_batch.lab.bench.exact import decode_all
-from spot_batch.lab.bench.grading import ScoreCell, ScoreRow, find_grader, score_row
+from spot_batch.lab.bench.grading import ScoreRow, find_grader, score_row
+from spot_batch.lab.bench.grids import ScoreGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.questions import make_requests, params_of
 from spot_batch.lab.bench.tasks import TaskRow
@@ -16,23 +18,20 @@ from spot_batch.lab.bench.tasks import TaskRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreBenchmark:
-    """What all cells share: rows of each task, with their prompts' digest. `run_code`: programs
-    that the model wrote may be run, where cells are measured."""
+    """What all cells share: rows of each task, with their prompts' digest."""
 
     models: Models
     rows: Mapping[str, Sequence[TaskRow]]
     digests: Mapping[str, str]
-    budget: int
-    max_new_tokens: int
-    run_code: bool
+    grid: ScoreGrid
 
-    def open(self) -> Callable[[Sequence[ScoreCell]], Iterator[ScoreRow]]:
+    def open(self) -> Callable[[Sequence[TaskCell]], Iterator[ScoreRow]]:
         info, target, drafter = self.models.info, self.models.target(), self.models.some_drafter()
         tokenizer = load_tokenizer(info.path)
 
-        def answered(cell: ScoreCell, budget: int) -> list[str]:
+        def answered(cell: TaskCell, budget: int) -> list[str]:
             params = params_of(
-                info, temperature=cell.temperature, max_new_tokens=self.max_new_tokens
+                info, temperature=cell.temperature, max_new_tokens=self.grid.max_new_tokens
             )
             prompts = [row.prompt for row in self.rows[cell.task]]
             requests = make_requests(info, prompts, params, seed=cell.seed)
@@ -43,10 +42,10 @@ class ScoreBenchmark:
                 for at in range(len(requests))
             ]
 
-        def scored(cells: Sequence[ScoreCell]) -> Iterator[ScoreRow]:
+        def scored(cells: Sequence[TaskCell]) -> Iterator[ScoreRow]:
             for cell in cells:
-                grade = find_grader(cell.task, run_code=self.run_code)
-                free, drafted = (answered(cell, budget) for budget in (0, self.budget))
+                grade = find_grader(cell.task, run_code=self.grid.run_code)
+                free, drafted = (answered(cell, budget) for budget in (0, self.grid.budget))
                 rows = self.rows[cell.task]
                 right = [
                     [grade(row.fields, text) for row, text in zip(rows, texts, strict=True)]
@@ -54,7 +53,7 @@ class ScoreBenchmark:
                 ]
                 yield score_row(
                     cell,
-                    f"{self.models.choice.name}, D {self.budget}",
+                    f"{self.models.choice.name}, D {self.grid.budget}",
                     prompts=self.digests[cell.task],
                     texts=(free, drafted),
                     right=(right[0], right[1]),

@@ -21,12 +21,12 @@ from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.distributions import Queries, StaleStore
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
-from spot_batch.lab.bench.cells import digest_of
+from spot_batch.lab.bench.cells import cell_of, digest_of
 from spot_batch.lab.bench.grids import SimulateGrid
 from spot_batch.lab.bench.loading import Models
-from spot_batch.lab.bench.questions import make_requests
+from spot_batch.lab.bench.questions import make_requests, params_of_grid
 from spot_batch.models.slots import Hidden, KeptSlots, PrefixCache, SlotBatch, Target
-from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request
 
 _FIRST_ROUNDS = 8
 
@@ -48,7 +48,7 @@ class SimulatedRow:
 
     @property
     def cell(self) -> SimulatedCell:
-        return SimulatedCell(self.table, self.costs, self.seed, self.sequences)
+        return cell_of(SimulatedCell, self)
 
     @classmethod
     def read(cls, *, fixed: Mapping[str, float], **rest: Any) -> SimulatedRow:
@@ -81,18 +81,16 @@ class SimulatedBenchmark:
 
     models: Models
     questions: Sequence[str]
-    params: SamplingParams
+    grid: SimulateGrid
     tables: Mapping[str, LatencyTable]
-    budgets: Sequence[int]
-    num_rounds: int
 
     def open(self) -> Callable[[Sequence[SimulatedCell]], Iterator[SimulatedRow]]:
         """Runs cells of one seed on one recording."""
         target, drafter, info = self.models.target(), self.models.some_drafter(), self.models.info
 
         def simulated(cells: Sequence[SimulatedCell]) -> Iterator[SimulatedRow]:
-            questions, seed = list(self.questions), cells[0].seed
-            requests = make_requests(info, questions, self.params, seed=seed)
+            params = params_of_grid(info, self.grid)
+            requests = make_requests(info, self.questions, params, seed=cells[0].seed)
             recording = Recording(target)
             recording.record(requests)
             for cell in cells:
@@ -102,8 +100,8 @@ class SimulatedBenchmark:
                     self.tables[cell.table],
                     requests,
                     cell=cell,
-                    budgets=self.budgets,
-                    num_rounds=self.num_rounds,
+                    budgets=self.grid.budgets,
+                    num_rounds=self.grid.rounds,
                 )
 
         return simulated

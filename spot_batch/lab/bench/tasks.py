@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
 from spot_batch.inputs.json_lines import json_lines
+from spot_batch.lab.bench.cells import digest_of
 
 _ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -83,6 +84,23 @@ def find_tasks(names: Iterable[str]) -> list[Task]:
     if unknown:
         raise ValueError(f"unknown task {unknown[0]!r}; there are {', '.join(TASKS)}")
     return [TASKS[name] for name in wanted]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskPrompts:
+    """The first prompts of some tasks, and their digests, by the task's name."""
+
+    texts: Mapping[str, Sequence[str]]
+    digests: Mapping[str, str]
+
+
+def load_prompts(names: Iterable[str], *, data: Path | None, limit: int) -> TaskPrompts:
+    """The first prompts of each task. Raises ValueError naming a bad row."""
+    texts = {
+        task.name: [row.prompt for row in load_task(task, data=data, limit=limit)]
+        for task in find_tasks(names)
+    }
+    return TaskPrompts(texts=texts, digests={name: digest_of(each) for name, each in texts.items()})
 
 
 def load_task(task: Task, *, data: Path | None, limit: int) -> list[TaskRow]:

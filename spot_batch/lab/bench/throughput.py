@@ -20,20 +20,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from spot_batch.checkpoints.registry import ModelInfo
 from spot_batch.drafters.base import Drafter, Proposals
 from spot_batch.drafters.distributions import Queries, StaleStore
 from spot_batch.engine.clock import device_clock
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.measure import measure_latency
+from spot_batch.lab.bench.cells import cell_of
 from spot_batch.lab.bench.grids import ThroughputGrid
 from spot_batch.lab.bench.loading import Models
 from spot_batch.lab.bench.plain import FAMILY, PlainLoop
-from spot_batch.lab.bench.questions import make_requests
+from spot_batch.lab.bench.questions import make_requests, params_of_grid
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch, Target
-from spot_batch.records.sampling import NoiseRule, Request, SamplingParams
+from spot_batch.records.sampling import NoiseRule, Request
 
 BASELINE = "none, fast"
 CANONICAL = "none, canonical"
@@ -84,7 +84,7 @@ class ThroughputRow:
 
     @property
     def cell(self) -> ThroughputCell:
-        return ThroughputCell(self.sequences, self.seed, self.budget)
+        return cell_of(ThroughputCell, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +103,36 @@ class ThroughputBenchmark:
 
     models: Models
     questions: Sequence[str]
-    params: SamplingParams
-    ways: Sequence[Way]
+    grid: ThroughputGrid
     latency: LatencyTable | None
-    max_slots: int
-    num_passes: int
-    num_plain_passes: int
-    turn_s: float
+
+    @property
+    def num_plain_passes(self) -> int:
+        """0 where transformers has not the model's body under its own name."""
+        return self.grid.plain_passes if self.models.info.family.name == FAMILY else 0
+
+    def cells(self) -> list[list[ThroughputCell]]:
+        """The cells of the grid, those that take turns together."""
+        names = [BASELINE, CANONICAL, *(way.name for way in ways_of(self.grid))]
+        names += [PLAIN] if self.num_plain_passes else []
+        return [
+            [ThroughputCell(number, seed, name) for name in names]
+            for number, seed in product(self.grid.sequences, self.grid.seeds)
+        ]
 
     def open(self) -> Callable[[Sequence[ThroughputCell]], Iterator[ThroughputRow]]:
-        drafter = self.models.some_drafter()
+        grid, info, drafter = self.grid, self.models.info, self.models.some_drafter()
         target, fast = self.models.target(), self.models.target(canonical=False)
         latency = self.latency or measure_latency(
-            target, drafter, max_slots=self.max_slots, at_most_s=_LATENCY_S
+            target, drafter, max_slots=4 * max(grid.sequences), at_most_s=_LATENCY_S
         )
         plain = None
         if self.num_plain_passes:
-            plain = PlainLoop(self.models.info, dtype=target.dtype, device=target.device)
+            plain = PlainLoop(info, dtype=target.dtype, device=target.device)
 
         def measured(cells: Sequence[ThroughputCell]) -> Iterator[ThroughputRow]:
-            first, questions = cells[0], list(self.questions)
-            requests = make_requests(self.models.info, questions, self.params, seed=first.seed)
+            first, params = cells[0], params_of_grid(info, grid)
+            requests = make_requests(info, self.questions, params, seed=first.seed)
             for row in measure_throughput(
                 target,
                 fast,
@@ -131,9 +140,9 @@ class ThroughputBenchmark:
                 latency,
                 requests,
                 sequences=first.sequences,
-                ways=self.ways,
-                num_passes=self.num_passes,
-                turn_s=self.turn_s,
+                ways=ways_of(grid),
+                num_passes=grid.passes,
+                turn_s=grid.turn_seconds,
                 plain=plain,
                 num_plain_passes=self.num_plain_passes,
             ):
@@ -146,22 +155,6 @@ def ways_of(grid: ThroughputGrid) -> list[Way]:
     """The ways to draft of a grid: its budgets, and its mass floors at the largest."""
     floors = (Way(grid.largest_budget, floor) for floor in grid.gammas if floor)
     return [*map(Way, grid.budgets), *floors]
-
-
-def cells_of(
-    grid: ThroughputGrid, ways: Sequence[Way], *, beside_plain: bool
-) -> list[list[ThroughputCell]]:
-    """The cells of a grid, those that take turns together."""
-    names = [BASELINE, CANONICAL, *(way.name for way in ways), *([PLAIN] if beside_plain else [])]
-    return [
-        [ThroughputCell(number, seed, name) for name in names]
-        for number, seed in product(grid.sequences, grid.seeds)
-    ]
-
-
-def has_plain_loop(info: ModelInfo) -> bool:
-    """Whether transformers has the body of a model under its own name."""
-    return info.family.name == FAMILY
 
 
 class _Timed:

@@ -9,7 +9,7 @@ import ast
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -346,72 +346,133 @@ def write_list(rng: random.Random, level: Level) -> Draft:
     size = rng.randint(3, 4) if level == "easy" else rng.randint(4, 6)
     numbers = rng.sample(range(1, limit_of(level) + 1), size)
     words = rng.sample(WORDS, size if level == "easy" else min(size, 5))
-    listed, spaced = ", ".join(map(str, numbers)), " ".join(words)
-    working = ""
-    match family:
-        case "reverse":
-            question = f"Reverse this list: {listed}."
-            answer = ", ".join(map(str, reversed(numbers)))
-            working = f"{rng.choice(LIST_LEADS)} {listed}.\n"
-        case "sort":
-            question = f"Sort these numbers from small to large: {listed}."
-            answer = ", ".join(map(str, sorted(numbers)))
-            working = f"{rng.choice(LIST_LEADS)} {listed}.\n"
-            if rng.random() < 0.7:
-                working += "\n".join(ranked(numbers)) + "\n"
-        case "largest":
-            question = f"What is the largest of these numbers: {listed}?"
-            answer = str(max(numbers))
-            working = "\n".join(compared(numbers, max)) + "\n"
-        case "smallest":
-            question = f"What is the smallest of these numbers: {listed}?"
-            answer = str(min(numbers))
-            working = "\n".join(compared(numbers, min)) + "\n"
-        case "even":
-            question = f"Which of these numbers are even: {listed}?"
-            evens = [n for n in numbers if n % 2 == 0]
-            answer = ", ".join(map(str, evens)) if evens else "none"
-            parity = [f"{n} is {'even' if n % 2 == 0 else 'odd'}." for n in numbers]
-            working = " ".join(parity) + "\n"
-        case "add":
-            step = rng.randint(1, 5)
-            numbers = [n for n in numbers if n + step <= 99][:4] or [7]
-            question = f"Add {step} to each number: {', '.join(map(str, numbers))}."
-            answer = ", ".join(str(n + step) for n in numbers)
-            working = "\n".join(f"{n} + {step} = {n + step}" for n in numbers) + "\n"
-        case "repeat":
-            word, times = rng.choice(WORDS), rng.randint(2, 4 if level == "easy" else 7)
-            question = f"Repeat the word {word} {times} times."
-            answer = " ".join([word] * times)
-        case "backwards":
-            question = f"Write these words in reverse order: {spaced}."
-            answer = " ".join(reversed(words))
-            working = f"{rng.choice(WORD_LEADS)} {spaced}.\n"
-        case "count":
-            target = rng.choice(words)
-            row = [target, *(rng.choice((target, *words)) for _ in range(size))]
-            rng.shuffle(row)
-            question = f"How many times is {target} in this row: {' '.join(row)}?"
-            hits = [word for word in row if word == target]
-            answer = str(len(hits))
-            working = "".join(f"{i} {word}\n" for i, word in enumerate(hits, start=1))
-        case "last":
-            question = f"What is the last word here: {spaced}?"
-            answer = words[-1]
-            working = f"{rng.choice(WORD_LEADS)} {spaced}.\n"
-        case "spell":
-            word = rng.choice([word for word in WORDS if level == "hard" or len(word) <= 4])
-            question = f"Spell the word {word}."
-            answer = "-".join(word)
-        case _:
-            word = rng.choice(words)
-            letter = rng.choice(word)
-            question = f"How many times is the letter {letter} in {word}?"
-            answer = str(word.count(letter))
-            working = f"{rng.choice(LETTER_LEADS)} {'-'.join(word)}.\n"
+    task = LIST_TASKS[family](rng, Drawn(level, numbers, words))
+    working = task.working
     if working and rng.random() < 0.4:
         working = f"{rng.choice(OPENERS)}\n{working}"
-    return Draft(family, question, f"{working}The answer is {answer}.", answer)
+    return Draft(family, task.question, f"{working}The answer is {task.answer}.", task.answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a question about a list may ask of."""
+
+    level: Level
+    numbers: list[int]
+    words: list[str]
+
+    @property
+    def listed(self) -> str:
+        return listed(self.numbers)
+
+    @property
+    def spaced(self) -> str:
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class ListTask:
+    """A question about a list, its answer, and the lines that lead to it."""
+
+    question: str
+    answer: str
+    working: str = ""
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as a sentence has them."""
+    return ", ".join(map(str, numbers))
+
+
+def reverse_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The list from its end."""
+    working = f"{rng.choice(LIST_LEADS)} {drawn.listed}.\n"
+    answer = listed(reversed(drawn.numbers))
+    return ListTask(f"Reverse this list: {drawn.listed}.", answer, working)
+
+
+def sort_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The list in order, mostly with a line for each number."""
+    working = f"{rng.choice(LIST_LEADS)} {drawn.listed}.\n"
+    if rng.random() < 0.7:
+        working += "\n".join(ranked(drawn.numbers)) + "\n"
+    question = f"Sort these numbers from small to large: {drawn.listed}."
+    return ListTask(question, listed(sorted(drawn.numbers)), working)
+
+
+def best_task(name: str, better: Callable[..., int]) -> Callable[[random.Random, Drawn], ListTask]:
+    """The number that beats all others."""
+
+    def task(rng: random.Random, drawn: Drawn) -> ListTask:
+        del rng
+        working = "\n".join(compared(drawn.numbers, better)) + "\n"
+        question = f"What is the {name} of these numbers: {drawn.listed}?"
+        return ListTask(question, str(better(drawn.numbers)), working)
+
+    return task
+
+
+def even_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The even numbers; each number is looked at."""
+    del rng
+    parity = [f"{n} is {'even' if n % 2 == 0 else 'odd'}." for n in drawn.numbers]
+    answer = listed(n for n in drawn.numbers if n % 2 == 0) or "none"
+    question = f"Which of these numbers are even: {drawn.listed}?"
+    return ListTask(question, answer, " ".join(parity) + "\n")
+
+
+def add_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The same number added to each, with a line for each sum."""
+    step = rng.randint(1, 5)
+    numbers = [n for n in drawn.numbers if n + step <= 99][:4] or [7]
+    working = "\n".join(f"{n} + {step} = {n + step}" for n in numbers) + "\n"
+    question = f"Add {step} to each number: {listed(numbers)}."
+    return ListTask(question, listed(n + step for n in numbers), working)
+
+
+def repeat_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """One word, so many times."""
+    word, times = rng.choice(WORDS), rng.randint(2, 4 if drawn.level == "easy" else 7)
+    return ListTask(f"Repeat the word {word} {times} times.", " ".join([word] * times))
+
+
+def backwards_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The words from the last to the first."""
+    working = f"{rng.choice(WORD_LEADS)} {drawn.spaced}.\n"
+    question = f"Write these words in reverse order: {drawn.spaced}."
+    return ListTask(question, " ".join(reversed(drawn.words)), working)
+
+
+def count_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """How often a word stands in a row, with a line for each time."""
+    target = rng.choice(drawn.words)
+    row = [target, *(rng.choice((target, *drawn.words)) for _ in drawn.numbers)]
+    rng.shuffle(row)
+    hits = [word for word in row if word == target]
+    working = "".join(f"{i} {word}\n" for i, word in enumerate(hits, start=1))
+    question = f"How many times is {target} in this row: {' '.join(row)}?"
+    return ListTask(question, str(len(hits)), working)
+
+
+def last_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """The last of the words."""
+    working = f"{rng.choice(WORD_LEADS)} {drawn.spaced}.\n"
+    return ListTask(f"What is the last word here: {drawn.spaced}?", drawn.words[-1], working)
+
+
+def spell_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """A word, letter by letter."""
+    word = rng.choice([word for word in WORDS if drawn.level == "hard" or len(word) <= 4])
+    return ListTask(f"Spell the word {word}.", "-".join(word))
+
+
+def letter_task(rng: random.Random, drawn: Drawn) -> ListTask:
+    """How often a letter stands in a word, which is spelled out first."""
+    word = rng.choice(drawn.words)
+    letter = rng.choice(word)
+    working = f"{rng.choice(LETTER_LEADS)} {'-'.join(word)}.\n"
+    question = f"How many times is the letter {letter} in {word}?"
+    return ListTask(question, str(word.count(letter)), working)
 
 
 def ranked(numbers: list[int]) -> list[str]:
@@ -432,20 +493,21 @@ def compared(numbers: list[int], better: Callable[[int, int], int]) -> list[str]
 LIST_LEADS = ("The numbers are", "We have", "Here are")
 WORD_LEADS = ("The words are", "We have", "Here are")
 LETTER_LEADS = ("The letters are", "It is spelled", "One by one")
-LIST_FAMILIES = (
-    "reverse",
-    "sort",
-    "largest",
-    "smallest",
-    "even",
-    "add",
-    "repeat",
-    "backwards",
-    "count",
-    "last",
-    "spell",
-    "letters",
-)
+LIST_TASKS: dict[str, Callable[[random.Random, Drawn], ListTask]] = {
+    "reverse": reverse_task,
+    "sort": sort_task,
+    "largest": best_task("largest", max),
+    "smallest": best_task("smallest", min),
+    "even": even_task,
+    "add": add_task,
+    "repeat": repeat_task,
+    "backwards": backwards_task,
+    "count": count_task,
+    "last": last_task,
+    "spell": spell_task,
+    "letters": letter_task,
+}
+LIST_FAMILIES = tuple(LIST_TASKS)
 
 
 # ------------------------------------------------------------------------------------- code

@@ -36,18 +36,7 @@ def spiffy(
         counted = count_formulas(recorded.take(of_heat))
         graphs += [fit_graph(counted, budget=budget) for budget in sizes]
     save_graphs(output, graphs, made_from(recorded))
-    chosen = [
-        {
-            "temperature": graph.temperature,
-            "budget": graph.budget,
-            "num_states": graph.num_states,
-            "ranks": graph.ranks,
-            "selection": graph.selection,
-            "widening": graph.widening,
-            "num_formulas": len(graph.counts),
-        }
-        for graph in graphs
-    ]
+    chosen = [{**graph.settings(), "num_formulas": len(graph.counts)} for graph in graphs]
     if as_json:
         print(json.dumps({"path": str(output), "graphs": chosen}))
         return

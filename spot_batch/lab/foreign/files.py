@@ -275,35 +275,43 @@ def looks_like(file: ForeignFile) -> Looks:
         return Looks(kind="unknown", refusal=refusal, num_parameters=num_parameters)
     inside = {name for names in layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
-    flat = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    vocabulary = tuple(name for name, shape in flat.items() if max(shape) > _WIDEST_BLOCK)
-    blocks = [
-        shape[-2]
-        for name, shape in outside.items()
-        if re.search(r"pos", name, re.I) and shape[-1:] == (width,) and len(shape) in (2, 3)
-    ]
-    sides = [
-        sum(shape) - width  # what the other side is
-        for name, shape in flat.items()
-        if width in shape and not re.search(r"pos|emb", name, re.I)
-    ]
-    num_features = next(
-        (side for side in sides if 4 < side <= _WIDEST_BLOCK and side != width), None
-    )
+    vocabulary = tuple(name for name, shape in _matrices(outside) if max(shape) > _WIDEST_BLOCK)
+    num_features = _num_features(outside, width)
     kind: Kind = "transformer" if num_features is None else "order-like transformer"
-    if vocabulary:
-        kind = "transformer with a vocabulary"
     return Looks(
-        kind=kind,
+        kind="transformer with a vocabulary" if vocabulary else kind,
         refusal=refusal,
         num_parameters=num_parameters,
         num_layers=len(layers),
         hidden_size=width,
         feed_forward=_feed_forward(shapes, layers, width),
         num_features=num_features,
-        block_length=next((size for size in blocks if 2 <= size <= _WIDEST_BLOCK), None),
+        block_length=_block_length(outside, width),
         vocabulary=vocabulary,
     )
+
+
+def _matrices(shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
+    return ((name, shape) for name, shape in shapes.items() if len(shape) == 2)
+
+
+def _num_features(outside: Mapping[str, Sequence[int]], width: int) -> int | None:
+    """What a matrix outside the layers makes hidden rows of, where it is no embedding."""
+    for name, shape in _matrices(outside):
+        side = sum(shape) - width  # what the other side is
+        is_embedding = re.search(r"pos|emb", name, re.I) is not None
+        if width in shape and not is_embedding and 4 < side <= _WIDEST_BLOCK and side != width:
+            return side
+    return None
+
+
+def _block_length(outside: Mapping[str, Sequence[int]], width: int) -> int | None:
+    """How many positions an embedding of them has."""
+    for name, shape in outside.items():
+        is_of_positions = re.search(r"pos", name, re.I) is not None and len(shape) in (2, 3)
+        if is_of_positions and shape[-1] == width and 2 <= shape[-2] <= _WIDEST_BLOCK:
+            return shape[-2]
+    return None
 
 
 def config_by_shapes(shapes: Mapping[str, Sequence[int]]) -> OrderConfig | None:

@@ -13,7 +13,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -62,6 +62,12 @@ class SpiffyGraph:
             raise ValueError("num_states, budget and widening must be at least 1")
         if self.ranks not in get_args(Ranks) or self.selection not in get_args(Selection):
             raise ValueError(f"unknown ranks or selection: {self.ranks}, {self.selection}")
+
+    def settings(self) -> dict[str, object]:
+        """All that was found but the counts, as JSON holds it."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "counts"
+        }
 
     @cached_property
     def order(self) -> tuple[Formula, ...]:
@@ -262,13 +268,7 @@ def save_graphs(path: Path, graphs: Sequence[SpiffyGraph], card: Mapping[str, ob
         **card,
         "graphs": [
             {
-                "block_length": graph.block_length,
-                "temperature": graph.temperature,
-                "budget": graph.budget,
-                "num_states": graph.num_states,
-                "ranks": graph.ranks,
-                "selection": graph.selection,
-                "widening": graph.widening,
+                **graph.settings(),
                 "counts": [[formula, count] for formula, count in graph.counts.items()],
             }
             for graph in graphs

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_batch.cli.main import app
+from spot_batch.lab.bench.cells import TaskCell
 from spot_batch.lab.bench.grading import (
-    ScoreCell,
     code_of,
     find_grader,
     grade_humaneval,
@@ -160,7 +160,7 @@ def test_mcnemar_is_a_fair_coin_over_the_pairs_that_differ() -> None:
 
 def test_a_row_counts_what_differs() -> None:
     row = score_row(
-        ScoreCell("t", 0.0, 0), "m", prompts="",
+        TaskCell("t", 0.0, 0), "m", prompts="",
         texts=(["a", "b", "c", "d"], ["a", "B", "c", "d"]),
         right=([True, False, False, True], [True, True, False, True]),
     )  # fmt: skip

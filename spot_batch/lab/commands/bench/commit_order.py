@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from spot_batch.lab.bench.grids import OrderGrid
-from spot_batch.lab.commands.bench.running import Run, benchmark, prompts_of, say_measured
+from spot_batch.lab.commands.bench.running import Run, benchmark, say_measured
 from spot_batch.terminal.options import check_writable
 
 if TYPE_CHECKING:
@@ -19,23 +19,19 @@ if TYPE_CHECKING:
 @benchmark(OrderGrid)
 def commit_order(run: Run[OrderGrid]) -> int:
     """How long stale distributions hold, and what knowing order or tokens is worth."""
-    from spot_batch.lab.bench.commit_order import CommitOrder, OrderBenchmark, OrderCell, plot_order
+    from spot_batch.lab.bench.cells import TaskCell
+    from spot_batch.lab.bench.commit_order import CommitOrder, OrderBenchmark, plot_order
+    from spot_batch.lab.bench.tasks import load_prompts
 
     grid = run.grid
     check_writable(grid.plot, "--plot")
-    prompts, digests = prompts_of(grid)
-    cells = [OrderCell(*each) for each in product(prompts, grid.temperatures, grid.seeds)]
+    prompts = load_prompts(grid.tasks, data=grid.data, limit=grid.limit)
+    cells = [TaskCell(*each) for each in product(prompts.texts, grid.temperatures, grid.seeds)]
     if grid.plot is not None and len(cells) > 1:
         raise ValueError(f"--plot wants one task, temperature and seed, got {len(cells)} of them")
     models = run.models(drafts=False)
     facts = run.facts(models)
-    measured = OrderBenchmark(
-        models=models,
-        prompts=prompts,
-        digests=digests,
-        budgets=grid.budgets,
-        max_new_tokens=grid.max_new_tokens,
-    )
+    measured = OrderBenchmark(models=models, prompts=prompts, grid=grid)
     rows = run.measure(
         measured,
         [[cell] for cell in cells],
@@ -43,7 +39,7 @@ def commit_order(run: Run[OrderGrid]) -> int:
         facts,
         models=models,
         say=say_measured,
-        prompts=digests,
+        prompts=prompts.digests,
     )
     for row in rows:
         _show(row, models.choice.name)

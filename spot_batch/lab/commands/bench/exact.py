@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 @benchmark(ExactGrid)
 def exact(run: Run[ExactGrid]) -> int:
     """Compare drafted outputs with draft-free ones token for token, and count forwards saved."""
-    from spot_batch.lab.bench.exact import ExactBenchmark, ExactRow, cells_of, draftings_of
+    from spot_batch.lab.bench.exact import ExactBenchmark, ExactRow, cells_of
 
     grid, models = run.grid, run.models()
     questions, digest = questions_of(grid, models)
     facts = run.facts(models, prompts=digest)
-    draftings = draftings_of(grid)
-    measured = ExactBenchmark(
-        models=models,
-        questions=questions,
-        draftings=draftings,
-        max_new_tokens=grid.max_new_tokens,
-    )
-    groups = cells_of(grid, draftings)
-    rows = run.measure(measured, groups, ExactRow, facts, models=models, say=_say)
+    measured = ExactBenchmark(models=models, questions=questions, grid=grid)
+    rows = run.measure(measured, cells_of(grid), ExactRow, facts, models=models, say=_say)
     run.write(facts, rows)
     canonical = [row for row in rows if row.numerics == "canonical"]
     num_differ = sum(row.num_differ for row in canonical)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from spot_batch.lab.bench.grids import NfeGrid
-from spot_batch.lab.commands.bench.running import Run, benchmark, prompts_of
+from spot_batch.lab.commands.bench.running import Run, benchmark
 
 if TYPE_CHECKING:
     from spot_batch.lab.bench.nfe import NfeRow
@@ -23,11 +23,12 @@ def nfe(run: Run[NfeGrid]) -> int:
     """Forwards that each method needs, replayed on recorded draft-free decoding."""
     from spot_batch.lab.bench.cells import digest_of, digest_of_files
     from spot_batch.lab.bench.nfe import NfeBenchmark, NfeRow, cells_of, check_graphs
+    from spot_batch.lab.bench.tasks import load_prompts
     from spot_batch.lab.methods.spiffy import load_graphs
 
     grid = run.grid
     groups = cells_of(grid)
-    prompts, digests = prompts_of(grid)
+    prompts = load_prompts(grid.tasks, data=grid.data, limit=grid.limit)
     learned_from = _calibration_prompts(grid.calibration, grid.calibrate_on)
     models = run.models(drafts=False)
     if models.choice.path is None and {"spot", "spot-gamma"} & set(grid.methods):
@@ -45,13 +46,7 @@ def nfe(run: Run[NfeGrid]) -> int:
         spiffy=digest_of_files(grid.spiffy) if grid.spiffy is not None else None,
     )
     measured = NfeBenchmark(
-        models=models,
-        prompts=prompts,
-        digests=digests,
-        learned_from=learned_from,
-        graphs=graphs,
-        max_new_tokens=grid.max_new_tokens,
-        live=grid.live,
+        models=models, prompts=prompts, grid=grid, learned_from=learned_from, graphs=graphs
     )
     rows = run.measure(
         measured,
@@ -60,7 +55,7 @@ def nfe(run: Run[NfeGrid]) -> int:
         facts,
         models=models,
         say=_say,
-        prompts=digests,
+        prompts=prompts.digests,
         is_done=measured.is_done,
     )
     run.write(facts, rows)

@@ -20,7 +20,6 @@ def occupancy(run: Run[OccupancyGrid]) -> int:
     from spot_batch.lab.bench.cells import digest_of
     from spot_batch.lab.bench.clocks import clock_of
     from spot_batch.lab.bench.occupancy import Occupancy, OccupancyBenchmark, cells_of
-    from spot_batch.lab.bench.questions import params_of
 
     grid = run.grid
     table = None if grid.clock == "device" else clock_of(grid.clock)
@@ -32,19 +31,7 @@ def occupancy(run: Run[OccupancyGrid]) -> int:
         clock="device" if table is None else digest_of([table.to_json()]),
         new_tokens=[grid.min_new_tokens, grid.max_new_tokens],
     )
-    measured = OccupancyBenchmark(
-        models=models,
-        questions=questions,
-        params=params_of(
-            models.info, temperature=grid.temperature, max_new_tokens=grid.max_new_tokens
-        ),
-        table=table,
-        num_samples=grid.samples,
-        num_actors=grid.actors,
-        max_sequences=grid.sequences,
-        longest_first=grid.order == "longest_first",
-        least_new_tokens=grid.min_new_tokens,
-    )
+    measured = OccupancyBenchmark(models=models, questions=questions, grid=grid, table=table)
     say = partial(_say, plot=grid.plot)
     rows = run.measure(measured, cells_of(grid), Occupancy.read, facts, models=models, say=say)
     run.write(facts, rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic
 
 import typer
 
-from spot_batch.lab.bench.grids import Grid, GridT, PromptGrid, TaskGrid, key_of, read_grid
+from spot_batch.lab.bench.grids import Grid, GridT, PromptGrid, key_of, read_grid
 from spot_batch.terminal.errors import plain_errors
 from spot_batch.terminal.options import check_writable
 
@@ -184,15 +184,3 @@ def questions_of(grid: PromptGrid, models: Models) -> tuple[list[str], str]:
     questions = read_questions(grid.input, limit=grid.limit)
     say_models(models, f"{len(questions)} prompts")
     return questions, digest_of(questions)
-
-
-def prompts_of(grid: TaskGrid) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The first prompts of each task, and their digests. Raises ValueError naming a bad row."""
-    from spot_batch.lab.bench.cells import digest_of
-    from spot_batch.lab.bench.tasks import find_tasks, load_task
-
-    prompts = {
-        task.name: [row.prompt for row in load_task(task, data=grid.data, limit=grid.limit)]
-        for task in find_tasks(grid.tasks)
-    }
-    return prompts, {task: digest_of(found) for task, found in prompts.items()}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @benchmark(ScoreGrid)
 def scores(run: Run[ScoreGrid]) -> int:
     """Right answers, drafted and draft-free: equal, since the texts are."""
-    from spot_batch.lab.bench.cells import digest_of
-    from spot_batch.lab.bench.grading import ScoreCell, ScoreRow, find_grader
+    from spot_batch.lab.bench.cells import TaskCell, digest_of
+    from spot_batch.lab.bench.grading import ScoreRow, find_grader
     from spot_batch.lab.bench.scores import ScoreBenchmark
     from spot_batch.lab.bench.tasks import find_tasks, load_task
 
@@ -30,15 +30,8 @@ def scores(run: Run[ScoreGrid]) -> int:
     digests = {name: digest_of([row.prompt for row in rows]) for name, rows in rows_of.items()}
     models = run.models()
     facts = run.facts(models)
-    measured = ScoreBenchmark(
-        models=models,
-        rows=rows_of,
-        digests=digests,
-        budget=grid.budget,
-        max_new_tokens=grid.max_new_tokens,
-        run_code=grid.run_code,
-    )
-    groups = [[ScoreCell(*each)] for each in product(rows_of, grid.temperatures, grid.seeds)]
+    measured = ScoreBenchmark(models=models, rows=rows_of, digests=digests, grid=grid)
+    groups = [[TaskCell(*each)] for each in product(rows_of, grid.temperatures, grid.seeds)]
     rows = run.measure(
         measured, groups, ScoreRow, facts, models=models, say=say_measured, prompts=digests
     )

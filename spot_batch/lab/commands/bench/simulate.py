@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 def simulate(run: Run[SimulateGrid]) -> int:
     """Decode under the clock of another device: is `auto` as good as the best fixed budget?"""
     from spot_batch.lab.bench.clocks import clock_of
-    from spot_batch.lab.bench.questions import params_of
     from spot_batch.lab.bench.simulate import SimulatedBenchmark, SimulatedRow, cells_of
 
     grid = run.grid
@@ -25,19 +24,7 @@ def simulate(run: Run[SimulateGrid]) -> int:
     models = run.models()
     questions, digest = questions_of(grid, models)
     facts = run.facts(models, prompts=digest)
-    measured = SimulatedBenchmark(
-        models=models,
-        questions=questions,
-        params=params_of(
-            models.info,
-            temperature=grid.temperature,
-            max_new_tokens=grid.max_new_tokens,
-            unmasking=grid.unmasking,
-        ),
-        tables=tables,
-        budgets=grid.budgets,
-        num_rounds=grid.rounds,
-    )
+    measured = SimulatedBenchmark(models=models, questions=questions, grid=grid, tables=tables)
     groups = cells_of(grid, tables)
     rows = run.measure(measured, groups, SimulatedRow.read, facts, models=models, say=_say)
     run.write(facts, rows)

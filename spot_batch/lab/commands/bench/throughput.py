@@ -19,45 +19,21 @@ def throughput(run: Run[ThroughputGrid]) -> int:
     from spot_batch.lab.bench.cells import digest_of_files
     from spot_batch.lab.bench.clocks import read_table
     from spot_batch.lab.bench.loading import device_name
-    from spot_batch.lab.bench.questions import params_of
-    from spot_batch.lab.bench.throughput import (
-        ThroughputBenchmark,
-        ThroughputRow,
-        cells_of,
-        has_plain_loop,
-        ways_of,
-    )
+    from spot_batch.lab.bench.throughput import ThroughputBenchmark, ThroughputRow, ways_of
 
     grid = run.grid
     table = read_table(grid.table) if grid.table is not None else None
-    models, ways = run.models(), ways_of(grid)
+    models = run.models()
     questions, digest = questions_of(grid, models)
     facts = run.facts(
         models,
         device=device_name(models.device),
         prompts=digest,
         latency=digest_of_files(grid.table) if grid.table is not None else "measured",
-        budgets=[way.name for way in ways],
+        budgets=[way.name for way in ways_of(grid)],
     )
-    num_plain_passes = grid.plain_passes if has_plain_loop(models.info) else 0
-    measured = ThroughputBenchmark(
-        models=models,
-        questions=questions,
-        params=params_of(
-            models.info,
-            temperature=grid.temperature,
-            max_new_tokens=grid.max_new_tokens,
-            unmasking=grid.unmasking,
-        ),
-        ways=ways,
-        latency=table,
-        max_slots=4 * max(grid.sequences),
-        num_passes=grid.passes,
-        num_plain_passes=num_plain_passes,
-        turn_s=grid.turn_seconds,
-    )
-    groups = cells_of(grid, ways, beside_plain=num_plain_passes > 0)
-    rows = run.measure(measured, groups, ThroughputRow, facts, models=models, say=_say)
+    measured = ThroughputBenchmark(models=models, questions=questions, grid=grid, latency=table)
+    rows = run.measure(measured, measured.cells(), ThroughputRow, facts, models=models, say=_say)
     run.write(facts, rows)
     return 0
 
