@@ -154,7 +154,7 @@ def show_plan(screen: Screen, plan: JobPlan, out: Path) -> None:
             ("output", _output(out)),
             (
                 "input",
-                f"{plan.pinned.num_rows:,} rows, {_prompts(plan)}{_faults(plan)}",
+                f"{_rows(plan)}, {_prompts(plan)}{_faults(plan)}",
             ),
             (
                 "target",
@@ -193,6 +193,12 @@ def _unmasking(plan: JobPlan) -> str:
     return text
 
 
+def _rows(plan: JobPlan) -> str:
+    pinned = plan.pinned
+    of = f" of {len(pinned.files):,} files" if len(pinned.files) > 1 else ""
+    return f"{pinned.num_rows:,} rows{of}"
+
+
 def _prompts(plan: JobPlan) -> str:
     pinned = plan.pinned
     if pinned.prompt_column:
@@ -203,10 +209,14 @@ def _prompts(plan: JobPlan) -> str:
 
 def _faults(plan: JobPlan) -> str:
     pinned = plan.pinned
+    as_json = "".join(
+        f"; column {name!r} is kept as JSON text, for its objects have too many keys to be fields"
+        for name in pinned.json_columns
+    )
     if not pinned.num_faults:
-        return ""
+        return as_json
     are = "row is" if pinned.num_faults == 1 else "rows are"
-    return f"; {pinned.num_faults:,} {are} unreadable, the first: {pinned.faults[0]}"
+    return f"{as_json}; {pinned.num_faults:,} {are} unreadable, the first: {pinned.faults[0]}"
 
 
 def _saved(totals: Totals) -> str:

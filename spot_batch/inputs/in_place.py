@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.table_files import read_table, stream_table
-from spot_batch.inputs.text_files import TEXTS, TextRow, read_text, scan_text, text_chunk
+from spot_batch.inputs.text_files import TEXTS, read_text, scan_text, text_chunk
+from spot_batch.inputs.text_row import TextRow
 from spot_batch.inputs.unchanged import check_file, size_and_time
 from spot_batch.records.input import CHUNK_ROWS, InputFile, PinnedInput
 
@@ -53,7 +54,7 @@ class RowsInPlace:
         with _reading(file):
             if file.format in TEXTS:
                 rows = read_text(path, file.format, chunk)
-                result = _of_text(rows, file, self._schema, id_column)
+                result = _of_text(rows, file, self._schema, self._pinned)
             else:
                 result = _of_table(read_table(path, file.format, chunk, self._schema), id_column)
         if result.table.num_rows != chunk.num_rows:
@@ -71,7 +72,7 @@ def stream_chunks(pinned: PinnedInput, schema: pa.Schema) -> Iterator[Chunk]:
                 rows = islice(scan_text(path, file.format), file.num_rows)
                 while some := list(islice(rows, CHUNK_ROWS)):
                     num_rows += len(some)
-                    yield _of_text(some, file, schema, id_column)
+                    yield _of_text(some, file, schema, pinned)
             else:
                 for table in stream_table(path, file.format, schema, num_rows=file.num_rows):
                     num_rows += table.num_rows
@@ -93,9 +94,15 @@ def _reading(file: InputFile) -> Iterator[None]:
 
 
 def _of_text(
-    rows: Iterable[TextRow], file: InputFile, schema: pa.Schema, id_column: str | None
+    rows: Iterable[TextRow], file: InputFile, schema: pa.Schema, pinned: PinnedInput
 ) -> Chunk:
-    made = text_chunk(rows, file.format, schema, id_column=id_column)
+    made = text_chunk(
+        rows,
+        file.format,
+        schema,
+        id_column=pinned.custom_id_column,
+        json_columns=pinned.json_columns,
+    )
     return Chunk(made.table, made.faults, made.raw, made.lines)
 
 

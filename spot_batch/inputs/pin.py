@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from spot_batch.inputs.row_copy import GIB, copy_rows, num_copied_bytes
 from spot_batch.inputs.sources import SourceFile, find_files
 from spot_batch.inputs.table_files import TableScan, scan_table
 from spot_batch.inputs.template import PromptTemplate
-from spot_batch.inputs.text_files import LINES, SchemaOfTexts, scan_text
+from spot_batch.inputs.text_files import LINES, TEXTS, SchemaOfTexts, scan_text
 from spot_batch.inputs.types import filled_type, is_messages, is_text
 from spot_batch.inputs.unchanged import digest_of_file, used_bytes_of
 from spot_batch.job.reading import check_spec
@@ -52,12 +52,16 @@ def pin_input(
     pinned = scan(spec, files)
     if is_copied:
         assert hub_dir is not None, "a copy of the rows wants a folder"
-        is_ours = all(
-            Path(each.path).parent == hub_dir and not each.origin for each in pinned.files
-        )
-        if not is_ours and num_copied_bytes(pinned) <= spec.input.copy_limit_gib * GIB:
+        is_ours = [Path(file.path).parent == hub_dir and not file.origin for file in pinned.files]
+        if not all(is_ours) and num_copied_bytes(pinned) <= spec.input.copy_limit_gib * GIB:
             pinned = copy_rows(pinned, hub_dir)
-    _check_unique_ids(pinned)
+    pinned = _looked_through(pinned)
+    if pinned.num_faults and pinned.num_faults == pinned.num_rows:
+        raise InputError(f"no row of the input can be read; the first: {pinned.faults[0]}")
+    if pinned.num_faults and spec.input.malformed == "refuse":
+        raise InputError(
+            f"{pinned.num_faults:,} rows cannot be read (input.malformed): {pinned.faults[0]}"
+        )
     if pinned.copy:
         drop_sources(pinned)
     return pinned
@@ -95,11 +99,13 @@ def recognised(spec: JobSpec, *, hub_dir: Path | None = None) -> JobSpec:
 
 def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
     limit = spec.input.limit
-    inferred = SchemaOfTexts(files[0].format, _looked_at(spec, _named_prompts(spec)))
+    inferred = SchemaOfTexts(
+        files[0].format, _looked_at(spec, _named_prompts(spec)), numbers=_number_columns(spec)
+    )
     pinned_files: list[InputFile] = []
     chunks: list[InputChunk] = []
-    faults: list[str] = []
-    num_faults = num_rows = 0
+    first_fault = ""
+    num_rows = 0
     for source in files:
         if pinned_files and limit is not None and num_rows >= limit:
             break
@@ -108,23 +114,25 @@ def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
             if limit is not None and num_rows >= limit:
                 break
             builder.add(num_rows, offset=row.offset, num_bytes=row.num_bytes, line=row.line)
-            fault = inferred.observe(row)
-            if fault is not None:
-                num_faults += 1
-                if len(faults) < _SHOWN_FAULTS:
-                    faults.append(f"{_place(source.path, row.line, num_rows - first_row)}: {fault}")
+            if row.values is not None:
+                inferred.observe(row.values)
+            elif not first_fault:
+                first_fault = f"{_place(source, row.line, num_rows - first_row)}: {row.fault}"
             num_rows += 1
         made = builder.finish()
         chunks += made
         pinned_files.append(_pinned_file(source, made, first_row, num_rows - first_row))
-    if num_faults and num_faults == num_rows:
-        raise InputError(f"no row of the input can be read; the first: {faults[0]}")
-    if num_faults and spec.input.malformed == "refuse":
-        raise InputError(f"{num_faults:,} rows cannot be read (input.malformed): {faults[0]}")
+    if num_rows and not inferred.seen:
+        raise InputError(f"no row of the input can be read; the first: {first_fault}")
     schema = inferred.schema() if num_rows else _schema_of_nothing(spec)
     columns = list(inferred.seen) if num_rows else schema.names
     pinned = _pinned(spec, schema, columns, pinned_files, chunks, num_rows)
-    return replace(pinned, num_faults=num_faults, faults=tuple(faults))
+    return replace(pinned, json_columns=inferred.json_columns)
+
+
+def _number_columns(spec: JobSpec) -> frozenset[str]:
+    """Columns that override what is a number: their cells are numbers, however written."""
+    return frozenset(spec.generation.per_row) - {"stop"}
 
 
 def _scan_tables(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
@@ -190,6 +198,11 @@ def _pinned(
         custom_id_column=spec.input.custom_id,
         template_columns=read,
     )
+
+
+def _place(source: SourceFile, line: int, row: int) -> str:
+    name = Path(source.origin.name).name if source.origin is not None else source.path.name
+    return f"{name} line {line}" if line else f"{name} row {row} (from 0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +275,6 @@ def _pinned_file(
         origin=source.origin.name if source.origin is not None else "",
         origin_mark=source.origin.mark if source.origin is not None else "",
     )
-
-
-def _place(path: Path, line: int, row: int) -> str:
-    return f"{path.name} line {line}" if line else f"{path.name} row {row} (from 0)"
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -410,24 +419,47 @@ def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str
     )
 
 
-# -- ids -------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
-def _check_unique_ids(pinned: PinnedInput) -> None:
-    """InputError naming both rows where a custom_id stands twice. Keeps 16 bytes a row.
+def _looked_through(pinned: PinnedInput) -> PinnedInput:
+    """The same with its faults counted. InputError naming both rows where a custom_id stands twice.
 
     Rows with a fault count too, where their id can be read: they become error rows of that id.
+    Keeps 16 bytes a row.
     """
     column = pinned.custom_id_column
     schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
-    if column is None or pa.types.is_null(schema.field(column).type):
-        return
-    reader = InputReader(pinned, columns=[column])
+    if column is not None and pa.types.is_null(schema.field(column).type):
+        column = None
+    columns = [] if column is None else [column]
+    is_text = bool(pinned.files) and pinned.files[0].format in TEXTS
+    if not (pinned.copy or is_text or columns):
+        return pinned  # a table in place is read when its rows are
     hashes, rows = array("Q"), array("Q")
-    for row, custom_id in _custom_ids(reader, column):
-        digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
-        hashes.append(int.from_bytes(digest, "little"))
-        rows.append(row)
+    faults: list[str] = []
+    num_faults = row = 0
+    reader = InputReader(pinned, columns=columns)
+    for chunk in reader.chunks():
+        num_faults += len(chunk.faults)
+        for place in sorted(chunk.faults)[: _SHOWN_FAULTS - len(faults)]:
+            where = reader.place(row + place, chunk.lines[place])
+            faults.append(f"{where}: {chunk.faults[place]}")
+        values = chunk.table.column(column).to_pylist() if column is not None else ()
+        for place, value in enumerate(values):
+            known = chunk.faults[place].custom_id if place in chunk.faults else value
+            if known is not None:
+                digest = hashlib.blake2b(str(known).encode(), digest_size=8).digest()
+                hashes.append(int.from_bytes(digest, "little"))
+                rows.append(row + place)
+        row += len(chunk.lines)
+    _check_unique(column, hashes, rows, reader)
+    return replace(pinned, num_faults=num_faults, faults=tuple(faults))
+
+
+def _check_unique(
+    column: str | None, hashes: array[int], rows: array[int], reader: InputReader
+) -> None:
     if not hashes:
         return
     values = pa.Array.from_buffers(pa.uint64(), len(hashes), [None, pa.py_buffer(hashes)])
@@ -446,11 +478,3 @@ def _check_unique_ids(pinned: PinnedInput) -> None:
                 f"input.custom_id: {first!r} stands twice in column {column!r}: "
                 f"{reader.where(pair[0])} and {reader.where(pair[1])}"
             )
-
-
-def _custom_ids(reader: InputReader, column: str) -> Iterator[tuple[int, str]]:
-    for rows, faults, table in reader.chunks():
-        for place, value in enumerate(table.column(column).to_pylist()):
-            known = faults[place].custom_id if place in faults else value
-            if known is not None:
-                yield rows[place], str(known)

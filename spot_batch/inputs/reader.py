@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
-from spot_batch.inputs.in_place import Chunk, RowsInPlace
+from spot_batch.inputs.in_place import Chunk, RowsInPlace, stream_chunks
 from spot_batch.inputs.row_copy import CopiedRows
+from spot_batch.inputs.text_files import TEXTS
 from spot_batch.records.input import PinnedInput
 
 _CHUNKS_HELD = 4
@@ -40,6 +41,7 @@ class InputReader:
     def __init__(self, pinned: PinnedInput, *, columns: Sequence[str] | None = None) -> None:
         schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
         names = schema.names if columns is None else list(dict.fromkeys(columns))
+        self._whole = schema
         self.schema = pa.schema([schema.field(name) for name in names])
         self._pinned = pinned
         self._starts = [chunk.first_row for chunk in pinned.chunks]
@@ -80,18 +82,21 @@ class InputReader:
         table = table.take(pa.array(order, pa.int64()))
         return InputRows(tuple(row_indices), table, faults, raw)
 
-    def chunks(self) -> Iterator[tuple[range, Mapping[int, RowFault], pa.Table]]:
-        """Every chunk in order, each read once: (its rows, faults by place, table)."""
-        for number, chunk in enumerate(self._pinned.chunks):
-            read = self._rows.read(number)
-            rows = range(chunk.first_row, chunk.first_row + chunk.num_rows)
-            yield rows, read.faults, read.table
+    def chunks(self) -> Iterator[Chunk]:
+        """Every chunk in order, each read once; those of text in place hold all columns."""
+        if not self._pinned.copy and self._pinned.files[0].format in TEXTS:
+            yield from stream_chunks(self._pinned, self._whole)
+        else:
+            yield from (self._rows.read(number) for number in range(len(self._starts)))
 
     def where(self, row_index: int) -> str:
         """`prompts.jsonl line 7` or `prompts.parquet row 6 (from 0)`: for messages."""
         number = bisect_right(self._starts, row_index) - 1
+        return self.place(row_index, self._chunk(number).lines[row_index - self._starts[number]])
+
+    def place(self, row_index: int, line: int) -> str:
+        """The same for a row whose line is known."""
         file = self._pinned.files[bisect_right(self._first_rows, row_index) - 1]
-        line = self._chunk(number).lines[row_index - self._starts[number]]
         if line:
             return f"{file.name} line {line}"
         return f"{file.name} row {row_index - file.first_row} (from 0)"

@@ -53,7 +53,8 @@ def copy_rows(pinned: PinnedInput, folder: Path) -> PinnedInput:
     Raises InputError where a file cannot be read or the disk is full.
     """
     schema = pa.ipc.read_schema(pa.py_buffer(pinned.schema))
-    key = json.dumps([_LAYOUT, pinned.identity, pinned.schema.hex()], sort_keys=True)
+    types = [pinned.schema.hex(), pinned.json_columns]
+    key = json.dumps([_LAYOUT, pinned.identity, types], sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.arrow"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,8 @@ from spot_batch.inputs.types import plain_column, plain_type
 from spot_batch.records.input import CHUNK_ROWS, InputChunk
 
 _ARROW_FILE_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+_OLD_STREAM_END = b"\0\0\0\0"  # of the format before version 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,18 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
         yield from pa.ipc.open_stream(source)
+        _check_end(path, source.tell())
+
+
+def _check_end(path: Path, end: int) -> None:
+    """InputError where a stream that was read up to byte `end` does not end there with its mark."""
+    with path.open("rb") as file:
+        mark = _STREAM_END if file.read(4) == _STREAM_END[:4] else _OLD_STREAM_END
+        file.seek(max(0, end - len(mark)))
+        if file.read(len(mark)) != mark:
+            raise InputError(f"{path}: an Arrow stream that is cut short: it has no end mark")
+        if file.read(1):
+            raise InputError(f"{path}: an Arrow stream with more behind its end mark")
 
 
 def _arrow_batch(path: Path, number: int) -> pa.RecordBatch:

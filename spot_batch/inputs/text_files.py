@@ -5,43 +5,25 @@ Each row stands or falls alone.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 
 from spot_batch.inputs import requests
+from spot_batch.inputs.csv_files import CsvColumn, of_cell, scan_csv
 from spot_batch.inputs.errors import InputError, RowFault
-from spot_batch.inputs.types import Converter, Misfit, Shape, converter
+from spot_batch.inputs.text_row import BOM, RAW_CHARS, TextRow, is_encodable
+from spot_batch.inputs.types import Converter, Misfit, Shape, as_json, converter
 from spot_batch.records.input import InputChunk
 
 LINES = frozenset({"jsonl", "openai-batch"})  # formats with a row a line
 TEXTS = LINES | {"json", "csv"}
-RAW_CHARS = 4_000  # how much of an unreadable row is kept for its error row
-
-_BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class TextRow:
-    """A row as it was parsed, or why it could not be. `offset` is its first byte, 0 if unknown.
-
-    `readable` is what of a row with a fault can be read nevertheless: its id is taken from there.
-    """
-
-    line: int
-    offset: int
-    num_bytes: int
-    values: Mapping[str, object] | None
-    fault: RowFault | None = None
-    raw: str = ""
-    readable: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +47,19 @@ def read_text(path: Path, kind: str, chunk: InputChunk) -> Iterator[TextRow]:
 
 
 def text_chunk(
-    rows: Iterable[TextRow], kind: str, schema: pa.Schema, *, id_column: str | None
+    rows: Iterable[TextRow],
+    kind: str,
+    schema: pa.Schema,
+    *,
+    id_column: str | None,
+    json_columns: Container[str] = (),
 ) -> TextChunk:
     """Rows as columns of the pinned schema; faults with their row's id."""
     converters = {
-        field.name: _of_cell(field.type)
+        field.name: of_cell(field.type)
         if kind == "csv"
+        else as_json
+        if field.name in json_columns
         else converter(field.type, f"column {field.name!r}")
         for field in schema
     }
@@ -97,37 +86,37 @@ def text_chunk(
 
 
 class SchemaOfTexts:
-    """The schema of text rows, inferred over all of them; tells the rows that do not fit.
+    """The schema of text rows, inferred over all of them: what most of them say.
 
-    With `columns`, only those are looked at: a column that nobody reads spoils no row.
+    With `columns`, only those are looked at: a column that nobody reads spoils no row. `numbers`
+    are columns that are numbers by what they are for.
     """
 
-    def __init__(self, kind: str, columns: frozenset[str] | None) -> None:
+    def __init__(
+        self, kind: str, columns: frozenset[str] | None, *, numbers: Container[str] = ()
+    ) -> None:
         self._is_csv = kind == "csv"
         self._is_fixed = kind == "openai-batch"
         self._columns = columns
+        self._numbers = numbers
         self._shapes: dict[str, Shape] = {}
-        self._csv: dict[str, _CsvColumn] = {}
+        self._csv: dict[str, CsvColumn] = {}
         self.seen: dict[str, None] = {}
 
-    def observe(self, row: TextRow) -> RowFault | None:
-        """Takes a row in; returns why it cannot be used, if so."""
-        if row.values is None:
-            return row.fault
-        for name, value in row.values.items():
+    def observe(self, values: Mapping[str, object]) -> None:
+        """Takes a row in."""
+        for name, value in values.items():
             self.seen.setdefault(name)
-            if self._columns is not None and name not in self._columns:
+            if self._is_fixed or (self._columns is not None and name not in self._columns):
                 continue
             if self._is_csv:
-                self._csv.setdefault(name, _CsvColumn()).observe(str(value))
-                continue
-            if self._is_fixed:
-                continue
-            try:
-                self._shapes.setdefault(name, Shape()).observe(value, f"column {name!r}")
-            except Misfit as misfit:
-                return RowFault("bad_type", str(misfit))
-        return None
+                if name not in self._csv:
+                    self._csv[name] = CsvColumn(is_number=name in self._numbers)
+                self._csv[name].observe(str(value))
+            else:
+                if name not in self._shapes:
+                    self._shapes[name] = Shape()
+                self._shapes[name].observe(value)
 
     def schema(self) -> pa.Schema:
         if self._is_csv:
@@ -136,6 +125,11 @@ class SchemaOfTexts:
             wanted = requests.SCHEMA.names if self._columns is None else self._columns
             return pa.schema([field for field in requests.SCHEMA if field.name in wanted])
         return pa.schema([(name, shape.to_arrow()) for name, shape in self._shapes.items()])
+
+    @property
+    def json_columns(self) -> tuple[str, ...]:
+        """The columns whose objects have so many keys that the keys are data."""
+        return tuple(name for name, shape in self._shapes.items() if shape.is_wide)
 
 
 def _converted(
@@ -148,7 +142,7 @@ def _id_in(values: Mapping[str, object] | None, column: str | None) -> str | Non
     value = values.get(column) if values is not None and column is not None else None
     if type(value) is int:
         return str(value)
-    return value if isinstance(value, str) and value and _is_encodable(value) else None
+    return value if isinstance(value, str) and value and is_encodable(value) else None
 
 
 def _as_text(values: Mapping[str, object] | None) -> str:
@@ -173,7 +167,7 @@ def _read_jsonl(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
 def _json_lines(file: io.BufferedIOBase, *, offset: int, line: int) -> Iterator[TextRow]:
     """Rows are the lines that are not blank; line numbers count every line from 1."""
     for data in file:
-        text = data.removeprefix(_BOM) if offset == 0 else data
+        text = data.removeprefix(BOM) if offset == 0 else data
         if text.strip():
             yield _json_line(text, line=line, offset=offset, num_bytes=len(data))
         offset += len(data)
@@ -200,21 +194,13 @@ def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRo
         return failed("bad_json", f"not JSON: {why}{place}")
     if not isinstance(values, dict):
         return failed("bad_json", f"a row is a JSON object, got {type(values).__name__}")
-    if _LONE.search(text) and not _is_encodable(values):
+    if _LONE.search(text) and not is_encodable(values):
         message = "half of a surrogate pair (a \\ud800 to \\udfff alone)"
         return failed("bad_encoding", message, values)
     return TextRow(line, offset, num_bytes, values)
 
 
 _LONE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _is_encodable(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # -- OpenAI batch requests -------------------------------------------------------------------------
@@ -242,7 +228,7 @@ def _request(row: TextRow) -> TextRow:
 
 def _scan_json(path: Path) -> Iterator[TextRow]:
     try:
-        text = path.read_bytes().removeprefix(_BOM).decode("utf-8")
+        text = path.read_bytes().removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
     try:
@@ -257,7 +243,7 @@ def _scan_json(path: Path) -> Iterator[TextRow]:
         if not isinstance(row, dict):
             fault = RowFault("bad_json", f"a row is a JSON object, got {type(row).__name__}")
             yield TextRow(0, 0, 0, None, fault, json.dumps(row)[:RAW_CHARS])
-        elif not _is_encodable(row):
+        elif not is_encodable(row):
             fault = RowFault(
                 "bad_encoding", "half of a surrogate pair (a \\ud800 to \\udfff alone)"
             )
@@ -267,93 +253,21 @@ def _scan_json(path: Path) -> Iterator[TextRow]:
 
 
 def _read_json(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
-    return (row for row, _ in zip(_scan_json(path), range(chunk.num_rows), strict=False))
+    return islice(_scan_json(path), chunk.num_rows)
 
 
 # -- CSV -------------------------------------------------------------------------------------------
 
 
-def _scan_csv(path: Path) -> Iterator[TextRow]:
-    csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter)
-        header = next(reader, None)
-        if header is None:
-            return
-        for name in header:
-            if header.count(name) > 1:
-                raise InputError(f"{path}: two columns are named {name!r}")
-        if not all(_is_encodable(name) for name in header):
-            raise InputError(f"{path}: its header is not UTF-8")
-        line = reader.line_num + 1
-        try:
-            for cells in reader:
-                if cells:  # not a blank line
-                    yield _csv_row(header, cells, line)
-                line = reader.line_num + 1
-        except csv.Error as error:
-            raise InputError(f"{path}: not CSV at line {line}: {error}") from None
-
-
-def _csv_row(header: list[str], cells: list[str], line: int) -> TextRow:
-    readable = None
-    if len(cells) != len(header):
-        fault = RowFault("bad_csv", f"{len(cells)} fields where the header has {len(header)}")
-    elif not all(_is_encodable(cell) for cell in cells):
-        fault = RowFault("bad_encoding", "not UTF-8")
-        readable = dict(zip(header, cells, strict=True))
-    else:
-        return TextRow(line, 0, 0, dict(zip(header, cells, strict=True)))
-    raw = ",".join(cells)[:RAW_CHARS].encode("utf-8", "replace").decode()
-    return TextRow(line, 0, 0, None, fault, raw, readable)
-
-
 def _read_csv(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
-    return (row for row, _ in zip(_scan_csv(path), range(chunk.num_rows), strict=False))
+    return islice(scan_csv(path), chunk.num_rows)
 
-
-class _CsvColumn:
-    """A column is whole numbers or numbers only where every cell reads back as it was written."""
-
-    __slots__ = ("_is_float", "_is_int", "_is_seen")
-
-    def __init__(self) -> None:
-        self._is_int = True
-        self._is_float = True
-        self._is_seen = False
-
-    def observe(self, cell: str) -> None:
-        if not self._is_float or cell == "":
-            return
-        self._is_seen = True
-        if self._is_int and not (_INT.fullmatch(cell) and -(2**63) <= int(cell) < 2**63):
-            self._is_int = False
-        if not _FLOAT.fullmatch(cell):
-            self._is_float = False
-
-    def to_arrow(self) -> pa.DataType:
-        if not self._is_seen or not self._is_float:
-            return pa.string()
-        return pa.int64() if self._is_int else pa.float64()
-
-
-def _of_cell(kind: pa.DataType) -> Converter:
-    if pa.types.is_integer(kind):
-        return lambda cell: int(cell) if cell else None
-    if pa.types.is_floating(kind):
-        return lambda cell: float(cell) if cell else None
-    return lambda cell: cell
-
-
-_INT = re.compile(r"0|-?[1-9]\d{0,18}")
-_FLOAT = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,3})?")
 
 _SCANNERS: dict[str, Callable[[Path], Iterator[TextRow]]] = {
     "jsonl": _scan_jsonl,
     "openai-batch": _scan_requests,
     "json": _scan_json,
-    "csv": _scan_csv,
+    "csv": scan_csv,
 }
 _READERS: dict[str, Callable[[Path, InputChunk], Iterator[TextRow]]] = {
     "jsonl": _read_jsonl,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+MAX_DEPTH = 50  # of lists and objects in one another: Arrow's own readers stop at 64
+MAX_FIELDS = 1_000  # of an object in all rows together: more are no fields but data
 
 Converter = Callable[[Any], Any]
 
@@ -110,39 +115,57 @@ def _plain_field(item: pa.Field) -> pa.Field:
 
 @dataclass(slots=True)
 class Shape:
-    """What a column of JSON values has been seen to hold; grows as rows are seen.
+    """What the values at one place of a column have been seen to be.
 
-    The first kind that is not null stays; whole numbers become floats where one is met. A value
-    of another kind does not fit, and its row becomes an error row.
+    The kind of most values decides, the first seen among equals; whole numbers are numbers where
+    any other number is met. A value of another kind does not fit, and its row becomes an error row.
     """
 
-    kind: str = "null"
+    depth: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     item: Shape | None = None
     fields: dict[str, Shape] = field(default_factory=dict)
+    has_many_keys: bool = False
 
-    def observe(self, value: object, where: str) -> None:
-        """Takes the value in, or raises Misfit."""
-        if value is None:
+    def observe(self, value: object) -> None:
+        """Takes a value in."""
+        if value is None or _is_beyond_64_bits(value):
             return
-        seen = _kind_of(value, where)
-        if self.kind == "null":
-            self.kind = seen
-        elif {self.kind, seen} == {"int", "float"}:
-            self.kind = "float"
-        elif self.kind != seen:
-            raise Misfit(f"{where} is {_NOUNS[self.kind]} in earlier rows, {_NOUNS[seen]} here")
+        self.counts[_KINDS[type(value)]] += 1
+        if self.depth == MAX_DEPTH or self.has_many_keys:
+            return
         if isinstance(value, list):
-            self.item = self.item or Shape()
+            self.item = self.item or Shape(self.depth + 1)
             for element in value:
-                self.item.observe(element, f"{where}[]")
+                self.item.observe(element)
         elif isinstance(value, dict):
             for name, element in value.items():
                 inner = self.fields.get(name)
                 if inner is None:
-                    inner = self.fields[name] = Shape()
-                inner.observe(element, f"{where}.{name}")
+                    inner = self.fields[name] = Shape(self.depth + 1)
+                inner.observe(element)
+            if len(self.fields) > MAX_FIELDS:
+                self.has_many_keys = True
+                self.fields.clear()
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether objects anywhere in it have so many keys that the keys are data."""
+        inside = [*self.fields.values(), *([self.item] if self.item is not None else [])]
+        return self.has_many_keys or any(each.is_wide for each in inside)
+
+    @property
+    def kind(self) -> str:
+        counts = self.counts
+        if "float" in counts and "int" in counts:
+            counts = Counter({"float" if k == "int" else k: 0 for k in counts})
+            for name, count in self.counts.items():
+                counts["float" if name == "int" else name] += count
+        return max(counts, key=counts.__getitem__, default="null")
 
     def to_arrow(self) -> pa.DataType:
+        if self.depth == 0 and self.is_wide:
+            return pa.string()
         if self.kind == "list":
             return pa.list_((self.item or Shape()).to_arrow())
         if self.kind == "struct":
@@ -150,22 +173,33 @@ class Shape:
         return _ARROW[self.kind]
 
 
-def converter(kind: pa.DataType, where: str) -> Converter:
+def as_json(value: Any) -> Any:
+    """The JSON text of a value, for a column of objects whose keys are data."""
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def converter(kind: pa.DataType, where: str, *, depth: int = 0) -> Converter:
     """Turns a JSON value into one that Arrow takes as `kind`, or raises Misfit. Null stays null."""
-    convert = _converter(kind, where)
+    convert = _converter(kind, where, depth)
     return lambda value: None if value is None else convert(value)
 
 
-def _converter(kind: pa.DataType, where: str) -> Converter:
+def _converter(kind: pa.DataType, where: str, depth: int) -> Converter:
     types = pa.types
+    if depth > MAX_DEPTH:
+        return lambda value: _too_deep(where)
     if types.is_list(kind):
-        of_item = converter(kind.value_type, f"{where}[]")
+        of_item = converter(kind.value_type, f"{where}[]", depth=depth + 1)
         return lambda value: [of_item(each) for each in _instance(value, list, where)]
     if types.is_struct(kind):
         of_field = {
-            kind.field(i).name: converter(kind.field(i).type, f"{where}.{kind.field(i).name}")
+            kind.field(i).name: converter(
+                kind.field(i).type, f"{where}.{kind.field(i).name}", depth=depth + 1
+            )
             for i in range(kind.num_fields)
         }
+        if depth == MAX_DEPTH:
+            return lambda value: _too_deep(where)
         return lambda value: _struct(value, of_field, where)
     if types.is_floating(kind):
         return lambda value: _float(value, where)
@@ -174,30 +208,45 @@ def _converter(kind: pa.DataType, where: str) -> Converter:
     if types.is_integer(kind):
         return lambda value: _int(value, where)
     if types.is_null(kind):
-        return lambda value: _instance(value, type(None), where)
+        return lambda value: _null(value, where)
     return lambda value: _instance(value, str, where)
 
 
-def _kind_of(value: object, where: str) -> str:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+def _too_deep(where: str) -> Any:
+    shown = where if len(where) <= 60 else f"{where[:57]}..."
+    raise Misfit(f"{shown} is nested more than {MAX_DEPTH} deep")
+
+
+def _null(value: Any, where: str) -> Any:
+    _check_64_bits(value, where)
+    return _instance(value, type(None), where)
+
+
+def _check_64_bits(value: object, where: str) -> None:
+    if _is_beyond_64_bits(value):
         raise Misfit(f"{where} holds a whole number beyond 64 bits")
-    return _KINDS[type(value)]
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _instance(value: Any, kind: type, where: str) -> Any:
     if type(value) is not kind:
-        raise Misfit(f"{where} is {_NOUNS[_KINDS[kind]]} in other rows, {_noun(value)} here")
+        raise Misfit(f"{where} is {_NOUNS[_KINDS[kind]]} in most rows, {_noun(value)} here")
     return value
 
 
 def _int(value: Any, where: str) -> Any:
-    _kind_of(value, where)
+    _check_64_bits(value, where)
     return _instance(value, int, where)
 
 
 def _float(value: Any, where: str) -> float:
     if type(value) is int:
-        _kind_of(value, where)
+        _check_64_bits(value, where)
+        if int(float(value)) != value:
+            raise Misfit(f"{where} is a number in other rows, which cannot hold {value} exactly")
         return float(value)
     return float(_instance(value, float, where))
 
@@ -206,7 +255,7 @@ def _struct(value: Any, of_field: dict[str, Converter], where: str) -> dict[str,
     _instance(value, dict, where)
     for name in value:
         if name not in of_field:
-            raise Misfit(f"{where} has a field {name!r} that no earlier row has")
+            raise Misfit(f"{where} has a field {name!r} that no other row has")
     return {name: of_field[name](element) for name, element in value.items()}
 
 

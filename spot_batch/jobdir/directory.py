@@ -154,5 +154,6 @@ def _read_pinned(layout: Layout) -> PinnedInput:
     tree["files"] = tuple(InputFile(**file) for file in tree["files"])
     tree["schema"] = bytes.fromhex(tree["schema"])
     tree["faults"] = tuple(tree["faults"])
-    tree["template_columns"] = tuple(tree.get("template_columns", ()))  # newer than format 1
+    for name in ("template_columns", "json_columns"):  # newer than format 1
+        tree[name] = tuple(tree.get(name, ()))
     return PinnedInput(chunks=tuple(InputChunk(**row) for row in index), **tree)

@@ -59,8 +59,8 @@ class PinnedInput:
     `copy` is the Arrow file beside the job that holds every row, in `chunks`; it is "" where the
     rows are read out of `files`, because they are too many to be copied. `schema` is the serialised
     Arrow schema of the whole input. `faults` are the first rows known to be unusable, `num_faults`
-    how many there are (text formats only; tables are read later). `template_columns` are those that
-    `input.template` reads; `prompt_column` is "" then.
+    how many there are (those of a table that is not copied show later). `template_columns` are
+    those that `input.template` reads; `prompt_column` is "" then. `json_columns` hold JSON as text.
     """
 
     files: tuple[InputFile, ...]
@@ -74,6 +74,7 @@ class PinnedInput:
     faults: tuple[str, ...] = ()
     template_columns: tuple[str, ...] = ()
     copy: str = ""
+    json_columns: tuple[str, ...] = ()
 
     @property
     def prompt_columns(self) -> tuple[str, ...]:

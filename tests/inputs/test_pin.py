@@ -297,9 +297,10 @@ def test_the_schema_is_that_of_all_rows(here: Path) -> None:
 def test_rows_that_cannot_be_used_are_counted_and_named(here: Path) -> None:
     lines = [b'{"prompt": "a", "n": 1}', b"", b'{"prompt": "b', b'{"prompt": "\xff"}', b"[1]"]
     lines += [b'{"prompt": "\\ud83d", "n": 2}', b'{"prompt": "c", "n": "two"}', b'{"prompt": "d"}']
+    lines += [b'{"prompt": "e", "n": 3}']
     (here / "a.jsonl").write_bytes(b"\r\n".join(lines))
     pinned = pin(here / "a.jsonl")
-    assert pinned.num_rows == 7
+    assert pinned.num_rows == 8
     assert pinned.num_faults == 5
     assert pinned.faults == (
         "a.jsonl line 3: bad_json: not JSON: Invalid control character at at column 14"
@@ -308,7 +309,7 @@ def test_rows_that_cannot_be_used_are_counted_and_named(here: Path) -> None:
         "a.jsonl line 4: bad_encoding: not UTF-8: byte 0xff at column 13",
         "a.jsonl line 5: bad_json: a row is a JSON object, got list",
         "a.jsonl line 6: bad_encoding: half of a surrogate pair (a \\ud800 to \\udfff alone)",
-        "a.jsonl line 7: bad_type: column 'n' is a whole number in earlier rows, text here",
+        "a.jsonl line 7: bad_type: column 'n' is a whole number in most rows, text here",
     )
 
 
@@ -339,6 +340,73 @@ def test_whole_numbers_beyond_64_bits_do_not_fit(here: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_whole_number_that_a_column_of_numbers_would_round_is_a_fault(
+    here: Path, is_first: bool
+) -> None:
+    rows: list[object] = [{"prompt": "a", "n": 2**53 + 1}, {"prompt": "b", "n": 0.5}]
+    rows += [{"prompt": "c", "n": 2**53}]
+    pinned = pin(write_jsonl(here / "a.jsonl", rows if is_first else rows[::-1]))
+    line = 1 if is_first else 3
+    assert pinned.faults == (
+        f"a.jsonl line {line}: bad_type: column 'n' is a number in other rows, which cannot hold "
+        f"{2**53 + 1} exactly",
+    )
+    alone = pin(write_jsonl(here / "b.jsonl", [rows[0]]))
+    assert InputReader(alone).read([0]).table["n"].to_pylist() == [2**53 + 1]
+
+
+def test_what_most_rows_say_decides_the_type_of_a_column(here: Path) -> None:
+    rows = [{"prompt": "a", "n": "N/A"}, *({"prompt": "b", "n": i} for i in range(59))]
+    pinned = pin(write_jsonl(here / "a.jsonl", rows))
+    assert pinned.faults == (
+        "a.jsonl line 1: bad_type: column 'n' is a whole number in most rows, text here",
+    )
+    assert schema_of(pinned).field("n").type == pa.int64()
+    nested = [{"prompt": "a", "m": [{"k": value}]} for value in (1, "x", "y", 2.5, "z")]
+    deeper = pin(write_jsonl(here / "b.jsonl", nested))
+    assert [fault.partition(":")[0] for fault in deeper.faults] == [
+        "b.jsonl line 1",
+        "b.jsonl line 4",
+    ]
+
+
+@pytest.mark.parametrize("of_lists", [True, False])
+def test_a_value_nested_too_deep_is_a_fault_that_names_its_column(
+    here: Path, of_lists: bool
+) -> None:
+    def nested(depth: int) -> object:
+        value: object = 1
+        for _ in range(depth):
+            value = [value] if of_lists else {"k": value}
+        return value
+
+    rows: list[object] = [{"prompt": "a", "deep": None, "other": nested(49)}]
+    rows += [{"prompt": "b", "deep": nested(70)}]
+    pinned = pin_input(
+        make_spec(write_jsonl(here / "a.jsonl", rows)), hub_dir=here / "kept", is_copied=True
+    )
+    assert pinned.num_faults == 1
+    assert pinned.faults[0].startswith("a.jsonl line 2: bad_type: column 'deep'")
+    assert pinned.faults[0].endswith("is nested more than 50 deep")
+    read = InputReader(pinned).read([0])
+    assert read.table["other"].to_pylist() == [nested(49)]
+    only = pin(here / "a.jsonl", input__keep=["prompt"])
+    assert only.num_faults == 0
+
+
+def test_objects_whose_keys_are_data_are_kept_as_json(here: Path) -> None:
+    rows = [
+        {"prompt": "a", "scores": {f"k{2 * i}": i, f"k{2 * i + 1}": None}} for i in range(1_000)
+    ]
+    rows += [{"prompt": "b", "scores": None}]
+    pinned = pin(write_jsonl(here / "a.jsonl", rows))
+    assert pinned.json_columns == ("scores",)
+    read = InputReader(pinned).read([7, 1_000]).table["scores"].to_pylist()
+    assert read == ['{"k14": 7, "k15": null}', None]
+    assert len(pinned.schema) < 10_000
+
+
 def test_a_json_file_may_be_an_array_or_lines(here: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     (here / "array.json").write_text("\n " + json.dumps(rows, indent=2))
@@ -367,7 +435,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(here: Path) -> None:
 
 def test_csv_columns_are_numbers_only_where_nothing_is_lost(here: Path) -> None:
     (here / "a.csv").write_text(
-        'prompt,n,zip,x,mixed\n"two\nlines, one cell",1,01234,1.5,1\nb,-2,99999,2,x\nc,,1,,\n'
+        'prompt,n,zip,x,mixed\n"two\nlines, one cell",1,01234,1.5,1\nb,-2,99999,2.0,x\nc,,1,,\n'
     )
     pinned = pin(here / "a.csv")
     assert [str(each) for each in schema_of(pinned).types] == [
@@ -382,6 +450,49 @@ def test_csv_columns_are_numbers_only_where_nothing_is_lost(here: Path) -> None:
     assert table["n"].to_pylist() == [1, -2, None]
     assert table["zip"].to_pylist() == ["01234", "99999", "1"]
     assert table["mixed"].to_pylist() == ["1", "x", ""]
+
+
+@pytest.mark.parametrize("cells", [["3.9", "3.10"], ["1.50"], ["1e5"], ["-0"], ["1", "1.5"]])
+def test_a_number_that_would_be_written_otherwise_is_text(here: Path, cells: list[str]) -> None:
+    (here / "a.csv").write_text("prompt,v\n" + "".join(f"a,{cell}\n" for cell in cells))
+    pinned = pin(here / "a.csv")
+    assert schema_of(pinned).field("v").type == pa.string()
+    read = InputReader(pinned).read(range(len(cells)))
+    assert read.table["v"].to_pylist() == cells
+
+
+def test_cells_that_override_numbers_are_numbers_however_they_are_written(here: Path) -> None:
+    (here / "a.csv").write_text("prompt,temperature\na,0.50\nb,1\n")
+    pinned = pin(here / "a.csv", generation__per_row=["temperature"])
+    assert InputReader(pinned).read([0, 1]).table["temperature"].to_pylist() == [0.5, 1.0]
+
+
+def test_a_quote_that_is_never_closed_is_named_with_its_line(here: Path) -> None:
+    start = 'id,prompt\n0,"two\nlines"\n1,Spell lamp.\n2,"Spell tree.\n3,Spell moon.\n'
+    for end in ("4,Spell gold.\n", '4,"Spell gold."\n'):
+        (here / "a.csv").write_text(start + end)
+        assert "a.csv: line 5: a quote that opens there is not closed" in complaint(here / "a.csv")
+
+
+def test_a_cell_with_text_behind_its_quotes_is_a_fault_of_its_row(here: Path) -> None:
+    (here / "a.csv").write_text('prompt,n\na,1\n"b" c,2\nd,3\n')
+    pinned = pin(here / "a.csv")
+    assert pinned.num_rows == 3
+    assert pinned.faults == ("a.csv line 3: bad_csv: not CSV: ',' expected after '\"'",)
+    assert InputReader(pinned).read([0, 2]).table["n"].to_pylist() == [1, 3]
+
+
+def test_a_quote_in_a_file_of_tabs_is_text_unless_it_is_closed(here: Path) -> None:
+    cells = ['"Spell tree.', '"Hello" she said', 'a "b"', '"unclosed', "end"]
+    lines = ["prompt\tn", *(f"{cell}\t{n}" for n, cell in enumerate(cells))]
+    lines += ['"in ""quotes"""\t5', '"two\nlines"\t6', 'x"\t7']
+    (here / "a.tsv").write_text("\n".join(lines) + "\n")
+    pinned = pin(here / "a.tsv")
+    assert pinned.num_faults == 0
+    table = InputReader(pinned).read(range(pinned.num_rows)).table
+    assert table["prompt"].to_pylist() == [*cells, 'in "quotes"', "two\nlines", 'x"']
+    assert table["n"].to_pylist() == list(range(8))
+    assert InputReader(pinned).where(7) == "a.tsv line 10"
 
 
 def test_a_csv_row_of_another_length_is_a_fault_with_its_line(here: Path) -> None:
@@ -416,6 +527,18 @@ def test_a_file_that_is_no_table_is_named(here: Path) -> None:
     (here / "a.arrow").write_bytes(b"ARROW1" + b"x" * 100)
     assert "a.parquet: not a Parquet file" in complaint(here / "a.parquet")
     assert "a.arrow: not an Arrow file" in complaint(here / "a.arrow")
+
+
+def test_a_stream_without_its_end_mark_is_refused(here: Path) -> None:
+    table = pa.table({"prompt": [f"p{i}" for i in range(30)]})
+    with pa.ipc.new_stream(str(here / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    data = (here / "a.arrow").read_bytes()
+    assert pin(here / "a.arrow").num_rows == 30
+    (here / "a.arrow").write_bytes(data[:-8])
+    assert "a.arrow: an Arrow stream that is cut short" in complaint(here / "a.arrow")
+    (here / "a.arrow").write_bytes(data + data)
+    assert "a.arrow: an Arrow stream with more behind its end mark" in complaint(here / "a.arrow")
 
 
 def test_tables_must_agree_on_the_types_of_their_columns(here: Path) -> None:
@@ -456,7 +579,7 @@ def test_limit_takes_the_first_rows(here: Path, kind: str) -> None:
     assert [file.num_rows for file in pinned.files] == [1_500, 100]
     reader = InputReader(pinned)
     assert reader.read([1_599, 0]).table["prompt"].to_pylist() == ["p1599", "p0"]
-    assert sum(table.num_rows for _, _, table in reader.chunks()) == 1_600
+    assert sum(chunk.table.num_rows for chunk in reader.chunks()) == 1_600
     assert len(pin(f"*.{kind}", input__limit=1_500).files) == 1
 
 
