@@ -279,7 +279,7 @@ class FailureSpec(Section):
 class EquivalenceSpec(Section):
     audit_fraction: Fraction = 0.01
     min_rows: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = 8
-    on_fail: Literal["stop", "warn"] = "stop"
+    on_fail: Literal["auto", "stop", "warn"] = "auto"
 
 
 ALIASES = {
@@ -326,6 +326,14 @@ class JobSpec(Section):
     scheduling: SchedulingSpec = SchedulingSpec()
     failure: FailureSpec = FailureSpec()
     equivalence: EquivalenceSpec = EquivalenceSpec()
+
+    @property
+    def stops_on_difference(self) -> bool:
+        """Whether a row that differs when decoded again withholds `_SUCCESS`. With fast numerics
+        rows may differ: `auto` warns of it."""
+        if self.equivalence.on_fail == "auto":
+            return self.speculation.numerics == "canonical"
+        return self.equivalence.on_fail == "stop"
 
     @model_validator(mode="before")
     @classmethod

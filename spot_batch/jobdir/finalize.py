@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | None) -> Summary:
     """Publishes what is left to publish and marks the job complete; ValueError where ids miss.
 
-    `_SUCCESS` is withheld where the check found a difference and `equivalence.on_fail` is stop.
+    `_SUCCESS` is withheld where the check found a difference and the spec stops on one.
     May be called again: a complete job stays as it is but for card and summary.
     """
     published = scan(job, verify=True)
@@ -53,8 +53,8 @@ def finalize(job: JobDirectory, *, check: CheckResult | None, facts: RunFacts | 
     for folder in (job.segments, job.checkpoints, job.tmp):  # first: nobody cleans a finished job
         clear_folder(folder)
     job.reach("finalize.cleared")
-    failed = check is not None and check.num_differed > 0
-    if failed and job.spec.equivalence.on_fail == "stop":
+    differed = check is not None and check.num_differed > 0
+    if differed and job.spec.stops_on_difference:
         job.success.unlink(missing_ok=True)
     else:
         write_atomically(job.success, b"", tmp=job.tmp)

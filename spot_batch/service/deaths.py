@@ -13,6 +13,8 @@ from spot_batch.service.verdict import Verdict
 
 LOADS_THAT_MAY_FAIL = 2
 FAILURES_WITHOUT_A_ROW = 3
+# Of suspects that run alone, a half that fails is followed by the half that need not.
+FAILURES_ALONE_WITHOUT_A_ROW = 8
 # Isolating a row that kills its actor halves the suspects at each death.
 DEATHS_ALONE_PER_RESTART = 8
 RESTARTS_COUNT_FOR_S = 3600.0
@@ -60,7 +62,7 @@ def verdict_after(
         num_failed_loads = sum(not death.loaded for death in deaths)
         if num_failed_loads >= LOADS_THAT_MAY_FAIL and not any_ready:
             return Verdict(Exit.BUG, f"no actor could start: {last.message}\n{last.detail}")
-    if last.is_exception and _num_failures_since_a_row(deaths) >= FAILURES_WITHOUT_A_ROW:
+    if last.is_exception and _fails_again_and_again(deaths):
         return Verdict(Exit.BUG, f"actors fail again and again: {last.message}\n{last.detail}")
     if deaths[-1].alone:
         num_alone = sum(death.alone for death in deaths)
@@ -80,8 +82,15 @@ def verdict_after(
     )
 
 
-def _num_failures_since_a_row(deaths: Sequence[Death]) -> int:
-    """Exceptions that ended an actor since anything was published."""
-    return sum(
-        death.failure.is_exception and death.num_rows == deaths[-1].num_rows for death in deaths
+def _fails_again_and_again(deaths: Sequence[Death]) -> bool:
+    """Whether exceptions end actors whatever samples they hold, so that no row is to blame."""
+    since_a_row = [
+        death
+        for death in deaths
+        if death.failure.is_exception and death.num_rows == deaths[-1].num_rows
+    ]
+    num_alone = sum(death.alone for death in since_a_row)
+    return (
+        len(since_a_row) - num_alone >= FAILURES_WITHOUT_A_ROW
+        or num_alone >= FAILURES_ALONE_WITHOUT_A_ROW
     )

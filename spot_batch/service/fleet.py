@@ -176,8 +176,9 @@ def num_actors(spec: JobSpec, machine: Machine, num_pending: int) -> int:
     """How many actors a run wants: `auto` is one a GPU, else one for each `cpu_threads` cores."""
     if spec.resources.actors != "auto":
         return spec.resources.actors
+    part = gpus_per_actor(spec, machine)
     if machine.num_gpus:
-        room = int(machine.num_gpus / gpus_per_actor(spec, machine))
+        room = int(machine.num_gpus / part) if part else 1  # uncounted, all would take the first
     else:
         room = machine.num_cpus // spec.resources.num_threads
     return max(1, min(room, math.ceil(num_pending / ROWS_TO_AN_ACTOR)))

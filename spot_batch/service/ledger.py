@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from spot_batch.inputs.ids import audit_sample_ids
+from spot_batch.inputs.ids import audit_sample_ids, drawn_sample_ids
 from spot_batch.jobdir.check import incomparable_ids
 from spot_batch.jobdir.checkpoints import Checkpoints
 from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.scan import scan
 from spot_batch.records.lending import Lease, Receipt
+from spot_batch.records.results import SKIP_CODES
 from spot_batch.service.leases import LeasePool
+from spot_batch.service.verdict import NUM_DRAWN, Verdict, verdict_on_the_drawn
 
 
 class Ledger:
@@ -26,8 +30,14 @@ class Ledger:
         self.done_parts = {part.index for part in published.parts}
         self._incomparable = incomparable_ids(job)
         self.audits = self._choose_audits()
+        drawn = _drawn(job) if job.num_samples >= 2 * NUM_DRAWN else frozenset()
+        self._to_judge = {each for each in drawn if each not in published.data}
+        self._num_judged, self._failed = 0, Counter[str]()
+        taken = IntervalSet.of(sorted(self._to_judge))
+        taken.update(published.data)
         self._pool = LeasePool(
-            pending=published.data.gaps(job.num_samples),
+            pending=taken.gaps(job.num_samples),
+            first=sorted(self._to_judge),
             audits=sorted(each for each in self.audits if each not in published.audits),
             begun=Checkpoints(job).known_ids(),
             deaths_alone=max(1, job.spec.failure.row_attempts - 1),
@@ -66,7 +76,16 @@ class Ledger:
         for receipt in receipts:
             done = self.durable if receipt.purpose == "data" else self.audited
             done.add_many(receipt.sample_ids)
+            if receipt.purpose == "data":
+                self._judge(receipt)
             self._pool.published(receipt.purpose, receipt.sample_ids)
+
+    def early_verdict(self) -> Verdict | None:
+        """Why the run should end though work is left; None while drawn samples are still owed."""
+        if self._to_judge or self.is_done:
+            return None
+        may = self._job.spec.failure.max_error_fraction
+        return verdict_on_the_drawn(self._failed, self._num_judged, max_error_fraction=may)
 
     def runs_alone(self, actor: int) -> bool:
         """Whether the actor holds nothing but suspects."""
@@ -78,11 +97,20 @@ class Ledger:
         published = scan(self._job)
         self.durable.update(published.data)
         self.audited.update(published.audits)
+        self._to_judge = {each for each in self._to_judge if each not in published.data}
         self._pool.died(actor, {"data": published.data, "audit": published.audits})
 
     def take_given_up(self) -> Sequence[int]:
         """Samples that killed their actor each time they ran alone, for the caller to record."""
         return [each for purpose, each in self._pool.take_given_up() if purpose == "data"]
+
+    def _judge(self, receipt: Receipt) -> None:
+        """Count the drawn among the published, and how many of them failed."""
+        judged = self._to_judge.intersection(receipt.sample_ids)
+        self._to_judge -= judged
+        self._num_judged += len(judged)
+        codes = [receipt.errors[each] for each in judged if each in receipt.errors]
+        self._failed.update(code for code in codes if code not in SKIP_CODES)
 
     def _choose_audits(self) -> frozenset[int]:
         spec = self._job.spec.equivalence
@@ -104,3 +132,8 @@ class Ledger:
         further = self._choose_audits() - self.audits
         self.audits |= further
         self._pool.add_audits([each for each in sorted(further) if each not in self.audited])
+
+
+def _drawn(job: JobDirectory) -> frozenset[int]:
+    """The samples by which a run is judged early, drawn from the whole input."""
+    return drawn_sample_ids(job.num_samples, count=NUM_DRAWN, fingerprint=job.fingerprint)

@@ -31,7 +31,7 @@ from spot_batch.service.leases import room_for
 from spot_batch.service.ledger import Ledger
 from spot_batch.service.progress import Exit, ProgressSink, State, no_space
 from spot_batch.service.stopping import StopRequest, stop_on_signals
-from spot_batch.service.verdict import Verdict, verdict_at_end, verdict_on_the_first
+from spot_batch.service.verdict import Verdict, verdict_at_end
 from spot_batch.service.workplace import Crew, Workplace, on_embedded_ray
 
 logger = logging.getLogger(__name__)
@@ -196,8 +196,7 @@ class _Run:
         self._ledger.settle(receipts)
         self._chronicle.published(receipts, actor=actor)
         self._job.reach("driver.recorded")
-        if self.has_work:
-            self._halt = self._halt or verdict_on_the_first(self._chronicle.meter.here)
+        self._halt = self._halt or self._ledger.early_verdict()
 
     def _leases_for(self, member: Member, crew: Crew) -> list[Lease]:
         assert member.info is not None
@@ -207,7 +206,9 @@ class _Run:
             rows_per_s=member.rows_per_s if member.num_published else None,
             lease_s=self._job.spec.scheduling.lease_seconds,
         )
-        return self._ledger.lend(member.index, room=room, num_actors=crew.num_wanted)
+        # Those that only were asked for may never come: they get no share of the end.
+        num_actors = max(1, crew.num_live + len(crew.loading))
+        return self._ledger.lend(member.index, room=room, num_actors=num_actors)
 
     # -- what goes wrong ---------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 
 from spot_batch.service.deaths import (
     DEATHS_ALONE_PER_RESTART,
+    FAILURES_ALONE_WITHOUT_A_ROW,
     FAILURES_WITHOUT_A_ROW,
     LOADS_THAT_MAY_FAIL,
     Death,
@@ -66,6 +67,9 @@ def test_exceptions_in_a_row_are_a_bug_but_not_where_rows_are_published_between(
     assert "ZeroDivisionError" in found.message
     assert "trace" in found.message
     assert after(*raised[1:], death(RAISED, num_rows=1)) is None
+    alone = [death(RAISED, alone=True)] * FAILURES_WITHOUT_A_ROW
+    assert after(*raised[1:], *alone) is None, "a row among the suspects may be to blame"
+    assert code(after(*[death(RAISED, alone=True)] * FAILURES_ALONE_WITHOUT_A_ROW)) == Exit.BUG
     assert after(*[death()] * FAILURES_WITHOUT_A_ROW) is None, "killed is no exception"
 
 

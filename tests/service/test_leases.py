@@ -12,7 +12,7 @@ ROOM = 32
 
 
 def finish(pool: LeasePool, lease: Lease) -> None:
-    pool.published(lease.purpose, frozenset(lease.sample_ids))
+    pool.published(lease.purpose, lease.sample_ids)
 
 
 def lend_all(pool: LeasePool, actor: int, *, num_actors: int = 1) -> list[Lease]:
@@ -64,6 +64,23 @@ def test_the_first_actor_leaves_a_share_for_those_that_still_start() -> None:
     assert pool.num_lent == 10
 
 
+def test_what_is_to_go_first_goes_first() -> None:
+    pool = LeasePool(pending=[range(0, 3), range(5, 9)], first=[4, 9])
+    assert ids_of(lend_all(pool, 0), "data") == [4, 9, 0, 1, 2, 5, 6, 7, 8]
+    assert pool.done
+
+
+def test_a_lease_names_what_another_actor_or_run_has_begun() -> None:
+    pool = LeasePool(pending=[range(6)], begun=[5])
+    first = pool.take(0, room=2, num_actors=1)
+    assert first is not None
+    assert first.begun == ()
+    pool.died(0, {"data": {0}})
+    again = pool.fill(1, room=ROOM, num_actors=1)
+    assert [each for lease in again for each in lease.begun] == [1, 5]
+    assert 0 not in ids_of(again, "data")
+
+
 def test_audits_keep_step_with_data() -> None:
     leases = lend_all(LeasePool(pending=[range(300)], audits=range(0, 300, 10)), 0)
     first_audit = next(n for n, lease in enumerate(leases) if lease.purpose == "audit")
@@ -76,7 +93,7 @@ def test_ids_of_a_dead_actor_are_lent_again_but_not_what_it_published() -> None:
     pool = LeasePool(pending=[range(10)])
     lease = pool.take(0, room=ROOM, num_actors=1)
     assert lease is not None
-    pool.published("data", frozenset(lease.sample_ids[:1]))
+    pool.published("data", lease.sample_ids[:1])
     pool.died(0)
     assert sorted(ids_of(lend_all(pool, 1), "data")) == list(range(1, 10))
 

@@ -140,14 +140,6 @@ def test_ctrl_c_flushes_and_stops_those_who_follow_too(
     assert data_hash(out) == data_hash(undisturbed)
 
 
-def test_a_job_whose_first_rows_all_fail_stops_early(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path, [{"question": "" if row < 90 else "1 + 1?"} for row in range(100)])
-    result = run(tmp_path / "out", small_spec(rows, {"resources.actors": 1}))
-    assert result.exit_code == Exit.TOO_MANY_ERRORS
-    assert "stopped early" in result.message
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-
-
 class Watching(Silent):
     """Keeps every heartbeat."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from spot_batch.service.actor import Actor
 from spot_batch.service.plan import JobPlan
 from spot_batch.service.progress import Exit, Silent
 from spot_batch.service.run import JobResult, run_job
+from spot_batch.service.verdict import verdict_on_the_drawn
 from tests.service.jobs import begin, prompts, small_spec, write_rows
 from tests.service.pool import Pool
 
@@ -76,18 +78,29 @@ def test_a_job_of_equal_audits_is_complete(tmp_path: Path) -> None:
     assert (heartbeat.state, heartbeat.exit_code) == ("complete", 0)
 
 
-@pytest.mark.parametrize(("on_fail", "code"), [("stop", Exit.CHECK_FAILED), ("warn", 0)])
-def test_a_differing_audit_withholds_success_unless_told_to_warn(
-    tmp_path: Path, on_fail: str, code: int
+@pytest.mark.parametrize(
+    ("on_fail", "numerics", "code"),
+    [
+        ("stop", "canonical", Exit.CHECK_FAILED),
+        ("warn", "canonical", Exit.COMPLETE),
+        ("auto", "canonical", Exit.CHECK_FAILED),
+        ("auto", "fast", Exit.COMPLETE),
+        ("stop", "fast", Exit.CHECK_FAILED),
+    ],
+)
+def test_a_differing_audit_withholds_success_unless_it_is_to_warn(
+    tmp_path: Path, on_fail: str, numerics: str, code: int
 ) -> None:
-    job, plan = published(tmp_path, prompts(3), {"equivalence.on_fail": on_fail})
+    given = {"equivalence.on_fail": on_fail, "speculation.numerics": numerics}
+    job, plan = published(tmp_path, prompts(3), given)
     publish_wrong_audit(job, plan)
     result = finish(job, plan)
     assert result.exit_code == code
     assert result.summary is not None
     assert result.summary.check is not None
     assert result.summary.check.differing == (1,)
-    assert job.is_complete == (on_fail == "warn")
+    assert job.is_complete == (code == Exit.COMPLETE)
+    assert "1 of 3 rows differ when decoded again draft-free" in result.message
     assert "differ" in job.readme.read_text()
 
 
@@ -105,6 +118,76 @@ def test_error_rows_below_the_threshold_do_not(tmp_path: Path) -> None:
     rows = [*prompts(3), {"id": "empty", "question": ""}]
     job, plan = published(tmp_path, rows, {"failure.max_error_fraction": 0.5})
     assert finish(job, plan).exit_code == Exit.COMPLETE
+
+
+EMPTY = {"id": "empty", "question": ""}
+TOO_LONG = {"id": "long", "question": "fig " * 5_000}
+
+
+def run_by(num_actors: int, folder: Path, rows: Sequence[object], **given: object) -> JobResult:
+    overrides = {name.replace("__", "."): value for name, value in given.items()}
+    job, plan = begin(folder / "out", small_spec(write_rows(folder, rows), overrides))
+    with acquire_driver_lock(job) as lock:
+        return run_job(
+            job,
+            plan.facts,
+            Silent(),
+            lock=lock,
+            workplace=lambda job: nullcontext(Pool(num_actors)),
+        )
+
+
+def test_rows_that_were_to_be_skipped_are_no_failures(tmp_path: Path) -> None:
+    rows = [*[TOO_LONG] * 150, *prompts(10)]
+    result = run_by(1, tmp_path, rows, input__overlong="skip")
+    assert result.exit_code == Exit.COMPLETE, result.message
+    assert result.totals.num_skipped == 150
+
+
+def test_failures_that_stand_first_are_judged_by_their_share_of_the_whole(tmp_path: Path) -> None:
+    rows = [*[EMPTY] * 60, *prompts(240)]
+    result = run_by(2, tmp_path, rows, failure__max_error_fraction=0.3)
+    assert result.exit_code == Exit.COMPLETE, result.message
+    assert result.totals.num_failed == 60
+
+
+@pytest.mark.parametrize("num_actors", [1, 3])
+def test_a_job_of_which_far_too_much_fails_stops_early_and_says_why(
+    tmp_path: Path, num_actors: int
+) -> None:
+    """Whatever stands first and whoever is fastest; the same command goes on with the rest."""
+    rows = [*prompts(200), *[EMPTY] * 600]
+    result = run_by(num_actors, tmp_path, rows)
+    assert result.exit_code == Exit.TOO_MANY_ERRORS
+    assert re.search(
+        r"stopped early: [34]\d of 50 rows .* \(empty_prompt [34]\d; .*0.01", result.message
+    )
+    assert result.totals.num_samples < 800
+    again = run_by(num_actors, tmp_path, rows)
+    assert again.exit_code == Exit.TOO_MANY_ERRORS
+    assert "600 of 800 rows failed" in again.message
+    assert again.summary is not None
+
+
+@pytest.mark.parametrize(
+    ("num_failed", "num_judged", "may", "stops"),
+    [
+        (19, 19, 0.01, False),
+        (50, 50, 0.01, True),
+        (26, 50, 0.01, True),
+        (25, 50, 0.01, False),
+        (37, 50, 0.5, False),
+        (38, 50, 0.5, True),
+        (50, 50, 0.95, False),
+        (50, 50, 1.0, False),
+    ],
+)
+def test_how_many_of_the_drawn_may_fail_follows_from_how_many_rows_may(
+    num_failed: int, num_judged: int, may: float, stops: bool
+) -> None:
+    failed = {"empty_prompt": num_failed}
+    found = verdict_on_the_drawn(failed, num_judged, max_error_fraction=may)
+    assert (found is not None) == stops
 
 
 def test_error_rows_among_the_audited_are_made_up_for_by_others(tmp_path: Path) -> None:
