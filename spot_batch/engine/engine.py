@@ -9,7 +9,7 @@ another forward. Draft-free decoding is the same loop with nothing drafted.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -29,7 +29,7 @@ from spot_batch.engine.sample import Sample
 from spot_batch.engine.stops import Decode
 from spot_batch.engine.walk import Verifier
 from spot_batch.models.slots import Target
-from spot_batch.records.results import Begun, Completion, Rounds
+from spot_batch.records.results import Begun, Completion, Ended, NotFinite, Rounds
 from spot_batch.records.sampling import Request
 
 
@@ -169,9 +169,17 @@ class Engine:
             rank = (done - request.params.max_new_tokens, -len(request.prompt_ids))
         heapq.heappush(self._waiting, _Waiting(rank, next(self._number), request))
 
+    def run(self) -> Iterator[Completion]:
+        """Decode all that was added. Raises ValueError for a sample whose logits are not finite."""
+        while self.has_work:
+            for ended in self.step():
+                if isinstance(ended, NotFinite):
+                    raise ValueError(f"sample {ended.sample_id}: {ended.error().message}")
+                yield ended
+
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """One round. Returns the samples that it finished, in the order in which they joined."""
+    def step(self) -> list[Ended]:
+        """One round. Returns the samples that ended in it, in the order in which they joined."""
         self._admit()
         if not self._samples:
             return []
@@ -256,8 +264,8 @@ class Engine:
         )
         return planned
 
-    def _land(self, finished: Mapping[int, Completion]) -> list[Completion]:
-        """Take the finished samples out of the flight."""
+    def _land(self, finished: Mapping[int, Ended]) -> list[Ended]:
+        """Take the samples that have ended out of the flight."""
         done = [finished[sample.row] for sample in self._samples if sample.row in finished]
         self._samples = [sample for sample in self._samples if sample.row not in finished]
         return done

@@ -14,7 +14,7 @@ from spot_batch.drafters.distributions import StaleStore
 from spot_batch.engine.clock import device_clock
 from spot_batch.engine.drafting import Root, grow
 from spot_batch.engine.latency import BUCKETS, LatencyTable
-from spot_batch.engine.transition import Rule, States, transition
+from spot_batch.engine.transition import Rule, States, decided
 from spot_batch.models.device import onto, to_host
 from spot_batch.models.slots import PrefixCache, SlotBatch, Target
 from spot_batch.records.sampling import Request, SamplingParams
@@ -152,7 +152,7 @@ def _visiting(target: Target, sizes: Sequence[int], *, hot: bool) -> list[Callab
             num_committed=[0] * size,
         )
         at = onto(torch.zeros(size, dtype=torch.int64), target.device)
-        return lambda: to_host(transition(target.head(rows[at]), states, rule).packed())
+        return lambda: to_host(decided(target.head(rows[at]), states, rule))
 
     return [visit(size) for size in sizes]
 

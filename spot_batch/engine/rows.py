@@ -49,14 +49,16 @@ class CacheRows:
         self._cache: PrefixCache = target.allocate(*self._held)
 
     def row_for(self, request: Request, flying: Mapping[int, Request]) -> int | None:
-        """A free row that holds the sample at its longest beside those that are `flying`, by row;
-        None while others must land first."""
+        """A free row, cleared, that holds the sample at its longest beside those that are `flying`,
+        by row; None while others must land first."""
         while True:
             if self._is_draining:
                 if flying:
                     return None
                 self._halve()
             row = self._free_row(request, flying)
+            if row is not None:
+                self._cache.clear(row)
             if not self._is_draining:
                 return row
 

@@ -9,7 +9,7 @@ from spot_batch.engine.recording import TrajectoryRecorder
 from spot_batch.engine.stops import Decode, End, find_end
 from spot_batch.engine.transition import Rule
 from spot_batch.engine.tree import Key
-from spot_batch.records.results import Begun, Completion, SampleStats
+from spot_batch.records.results import Begun, Completion, NotFinite, SampleStats
 from spot_batch.records.sampling import Request
 
 
@@ -159,6 +159,15 @@ class Sample:
         self.num_checked = num_fixed
         whole = first_open == self.width
         return find_end(self.written[:num_fixed], self.request.params, whole=whole, decode=decode)
+
+    def not_finite(self) -> NotFinite:
+        """What becomes of the sample where the logits of its current state are not finite."""
+        return NotFinite(
+            sample_id=self.request.sample_id,
+            start=self.start,
+            step=self.step,
+            num_prompt_tokens=len(self.request.prompt_ids),
+        )
 
     def completion(self, end: End) -> Completion:
         """The sample, trimmed to its end."""

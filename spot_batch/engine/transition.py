@@ -110,8 +110,21 @@ class Choice:
     commit: Tensor
 
     def packed(self) -> Tensor:
-        """(n, W) int64, twice the token and 1 where it is committed: one copy to the host."""
+        """(n, W) int64, twice the token and 1 where it is committed."""
         return 2 * self.token + self.commit
+
+
+NOT_FINITE = -1
+"""What stands for a state whose logits are not finite."""
+
+
+def decided(logits: Tensor, states: States, rule: Rule) -> Tensor:
+    """(n, W) int64, all that the host wants to know of a transition, for one copy to it: twice the
+    token and 1 where it is committed, or NOT_FINITE throughout a state of which, at a masked
+    position, the largest logit is NaN or infinite."""
+    masked = onto(states.masked, logits.device)
+    finite = (logits.amax(dim=2).isfinite() | ~masked).all(dim=1, keepdim=True)
+    return torch.where(finite, transition(logits, states, rule).packed(), NOT_FINITE)
 
 
 def noise_keys(keys: Sequence[int]) -> Tensor:

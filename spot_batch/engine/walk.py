@@ -19,11 +19,11 @@ from spot_batch.engine.round import SampleSlots
 from spot_batch.engine.rows import CacheRows, Forwarded
 from spot_batch.engine.sample import Sample
 from spot_batch.engine.stops import Decode
-from spot_batch.engine.transition import States, transition
+from spot_batch.engine.transition import NOT_FINITE, States, decided
 from spot_batch.engine.tree import ROOT, Key
 from spot_batch.models.device import onto, to_host
 from spot_batch.models.slots import Target
-from spot_batch.records.results import Completion
+from spot_batch.records.results import Ended
 
 
 @dataclass(slots=True)
@@ -61,12 +61,12 @@ class Verifier:
         self._decode, self._record_every = decode, record_every
         self.num_steps = 0
 
-    def walk(self, samples: Sequence[SampleSlots], forwarded: Forwarded) -> dict[int, Completion]:
+    def walk(self, samples: Sequence[SampleSlots], forwarded: Forwarded) -> dict[int, Ended]:
         """Follow every sample from its current state as far as its drafted states reach.
 
         Returns the finished ones by their cache row: a sample and its audit may fly together.
         """
-        finished: dict[int, Completion] = {}
+        finished: dict[int, Ended] = {}
         walkers = [_Walker(slots, slots.states[ROOT]) for slots in samples]
         while walkers:
             # There is one rule a job, so nearly always one group.
@@ -78,7 +78,10 @@ class Verifier:
         return finished
 
     def _visit(
-        self, walkers: Sequence[_Walker], forwarded: Forwarded, finished: dict[int, Completion]
+        self,
+        walkers: Sequence[_Walker],
+        forwarded: Forwarded,
+        finished: dict[int, Ended],
     ) -> list[_Walker]:
         """Apply the transition at each slot; returns the walkers that reached a drafted state."""
         samples = [walker.sample for walker in walkers]
@@ -90,16 +93,19 @@ class Verifier:
             start=[sample.start for sample in samples],
             num_committed=[sample.num_committed for sample in samples],
         )
-        packed = to_host(transition(logits, states, samples[0].rule).packed()).tolist()
-        made = [_commits(each) for each in packed]
+        found = to_host(decided(logits, states, samples[0].rule)).tolist()
+        made = [_commits(each) for each in found]
         if self._record_every:
             self._record(samples, logits, states, made)
         remembers = self._stale is not None and (self._auto is None or self._auto.wants_stale)
         going: list[_Walker] = []
         resting: list[int] = []
         for index, walker in enumerate(walkers):
-            was_masked = list(walker.sample.masked)
-            moved = self._advance(walker, made[index], forwarded, finished)
+            commits, was_masked = made[index], list(walker.sample.masked)
+            if commits is None:
+                finished[walker.sample.row] = walker.sample.not_finite()
+                continue
+            moved = self._advance(walker, commits, forwarded, finished)
             if moved is not None:
                 walker.sample.num_accepted += 1
                 going.append(moved)
@@ -115,7 +121,7 @@ class Verifier:
         walker: _Walker,
         commits: Key,
         forwarded: Forwarded,
-        finished: dict[int, Completion],
+        finished: dict[int, Ended],
     ) -> _Walker | None:
         """Commit, and move to the slot of the new state if it was drafted."""
         sample, slots = walker.sample, walker.slots
@@ -155,23 +161,27 @@ class Verifier:
         )
 
     def _record(
-        self, samples: Sequence[Sample], logits: Tensor, states: States, made: Sequence[Key]
+        self, samples: Sequence[Sample], logits: Tensor, states: States, made: Sequence[Key | None]
     ) -> None:
         masked = onto(states.masked, logits.device)
         log_prob, ids = top_log_probs(logits, masked)
-        for index, sample in enumerate(samples):
+        for index, (sample, commits) in enumerate(zip(samples, made, strict=True)):
+            if commits is None:
+                continue
             if sample.recorder is None:
                 sample.recorder = TrajectoryRecorder(self._record_every)
             sample.recorder.visit(
                 start=sample.start,
                 num_committed=sample.num_committed,
                 masked=tuple(sample.masked),
-                commits=made[index],
+                commits=commits,
                 log_prob=log_prob[index],
                 ids=ids[index],
             )
 
 
-def _commits(packed: Sequence[int]) -> Key:
-    """(W,) of `Choice.packed` -> what is committed."""
-    return tuple((position, each >> 1) for position, each in enumerate(packed) if each & 1)
+def _commits(found: Sequence[int]) -> Key | None:
+    """(W,) of `decided` -> what is committed; None where the logits are not finite."""
+    if found[0] == NOT_FINITE:
+        return None
+    return tuple((position, each >> 1) for position, each in enumerate(found) if each & 1)

@@ -49,7 +49,7 @@ class KVCache:
     ) -> None:
         shape = (num_rows, num_kv_heads, padded_length(num_positions), head_dim)
         self.generation = 0  # of the memory: graphs that were captured over another one are void
-        # Zeros, not junk: masked keys get weight 0, and 0 times NaN would still be NaN.
+        # Zeros, not junk: see `clear`.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
@@ -69,6 +69,11 @@ class KVCache:
                 if any(more):
                     layers[index] = functional.pad(layer, more)
                     self.generation += 1
+
+    def clear(self, row: int) -> None:
+        """Make a row zeros: masked keys get weight 0, and 0 times NaN would still be NaN."""
+        for layer in (*self.keys, *self.values):
+            layer[row].zero_()
 
     def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""

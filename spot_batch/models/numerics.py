@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.nn import functional
 
+from spot_batch.checkpoints.errors import ModelError
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.slots import SlotBatch
 
@@ -59,7 +60,10 @@ class Numerics:
 
 
 def measure_numerics(target: BlockTarget) -> Numerics:
-    """Describe this process's arithmetic by a fixed forward through the whole target."""
+    """Describe this process's arithmetic by a fixed forward through the whole target.
+
+    Raises ModelError where that forward is not finite: no row of any job would be.
+    """
     device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return Numerics(
@@ -97,6 +101,10 @@ def _probe(target: BlockTarget) -> str:
     )
     hidden = target.forward(slots, target.allocate(1, _PROBE_SLOTS * width))
     logits = target.head(hidden.rows)
+    if not bool(hidden.rows.isfinite().all() & logits.amax(dim=2).isfinite().all()):
+        dtype = str(target.dtype).removeprefix("torch.")
+        wider = "" if target.dtype == torch.float32 else "; model.target.dtype must be wider"
+        raise ModelError(f"the target's forward is not finite in {dtype}: it overflows{wider}")
     digest = hashlib.sha256()
     for tensor in (hidden.rows.float(), logits):
         digest.update(tensor.cpu().contiguous().numpy().tobytes())

@@ -133,6 +133,9 @@ class PrefixCache(Protocol):
     def resize(self, num_rows: int, num_positions: int) -> None:
         """Hold so many rows of so many positions; what of it is stored stays."""
 
+    def clear(self, row: int) -> None:
+        """Forget all that a row holds: whoever has it next must not read what is not its own."""
+
     def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the KV of the `index`-th kept slot as the clean block at `start` of `row`."""
 

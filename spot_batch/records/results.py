@@ -23,6 +23,7 @@ ROW_CODES = SKIP_CODES | {  # faults of the row itself: it fails again, whoever 
     "bad_request",
     "bad_type",
     "empty_prompt",
+    "not_finite",  # under this target and its arithmetic, which a job never changes
     "too_long",
 }
 MACHINE_CODES = frozenset({"actor_crash", "oom"})  # another try may end otherwise
@@ -129,6 +130,36 @@ class Completion:
     stats: SampleStats
     text: str | None = None
     trajectory: Trajectory | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFinite:
+    """A sample that cannot go on: the target's logits of one of its states are not finite.
+
+    The state is of the block that begins at the absolute position `start`; draft-free decoding
+    comes upon it in its forward number `step`, counted from 0 over the sample.
+    """
+
+    sample_id: int
+    start: int
+    step: int
+    num_prompt_tokens: int
+
+    def error(self) -> RowError:
+        """The error row of the sample."""
+        return RowError(
+            code="not_finite",
+            stage="decode",
+            message=(
+                f"the target's logits are not finite at forward {self.step}, in the block that "
+                f"begins at position {self.start} ({self.num_prompt_tokens} prompt tokens): its "
+                "activations overflow; model.target.dtype bfloat16 or float32 holds larger ones"
+            ),
+        )
+
+
+Ended = Completion | NotFinite
+"""What the engine says of a sample when it lands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from spot_batch.jobdir.segments import publish_segment
 from spot_batch.models.device import choose_device
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.progress import LoadProgress
-from spot_batch.records.results import Completion, Outcome, RowError
+from spot_batch.records.results import Ended, NotFinite, Outcome, RowError
 from spot_batch.service.assemble import EngineLoader, engine_settings, load_engine
 from spot_batch.service.intake import Intake, Owed
 
@@ -146,8 +146,8 @@ class Actor:
             self._load()
             while not self._stopping:
                 self._admit()
-                for completion in self._engine.step() if self._engine.has_work else ():
-                    self._complete(completion)
+                for ended in self._engine.step() if self._engine.has_work else ():
+                    self._complete(ended)
                 self._ask_if_short()
                 self._publish_if_due()
                 self._checkpoint_if_due()
@@ -211,10 +211,13 @@ class Actor:
         if taken:
             self._job.reach("actor.admitted")
 
-    def _complete(self, completion: Completion) -> None:
-        owed = self._in_engine.pop(completion.sample_id)
-        text = completion.text if completion.text is not None else self._text(completion.token_ids)
-        self._finish(owed, owed.prepared.outcome(completion, text))
+    def _complete(self, ended: Ended) -> None:
+        owed = self._in_engine.pop(ended.sample_id)
+        if isinstance(ended, NotFinite):
+            self._finish(owed, owed.prepared.outcome(ended.error()))
+            return
+        text = ended.text if ended.text is not None else self._text(ended.token_ids)
+        self._finish(owed, owed.prepared.outcome(ended, text))
 
     def _finish(self, owed: Owed, outcome: Outcome) -> None:
         self._finished[owed.purpose].append(outcome)

@@ -30,7 +30,7 @@ from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.measured import claim_numerics, keep_latency, latency_path, read_latency
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.progress import LoadProgress, LoadReport, unreported
-from spot_batch.records.results import Begun, Completion, Rounds
+from spot_batch.records.results import Begun, Ended, Rounds
 from spot_batch.records.sampling import Request
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Decoder(Protocol):
 
     def add(self, request: Request) -> None: ...
 
-    def step(self) -> list[Completion]: ...
+    def step(self) -> list[Ended]: ...
 
     def begun(self) -> dict[int, Begun]: ...
 
@@ -79,6 +79,8 @@ EngineLoader = Callable[[JobDirectory, torch.device, LoadReport], Loaded]
 
 def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = unreported) -> Loaded:
     """The job's target and drafter on a device; refuses hardware that gives other bits."""
+    from spot_batch.models.numerics import measure_numerics
+
     spec = job.spec
     info = model_info(spec, report=report)
     drafter = choose_drafter(wanted_drafter(spec), info)
@@ -87,6 +89,8 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
     if spec.speculation.numerics == "canonical":
         report(LoadProgress("measuring"))
         require_numerics(job, target)
+    else:
+        measure_numerics(target)  # for ModelError: fast or not, its forward must be finite
     proposer = load_drafter(drafter, block_length=info.block_length, device=device)
     memory = _prefix_memory(spec, target)
     settings = replace(engine_settings(spec, device), max_positions=max(1, memory.num_positions))

@@ -207,10 +207,7 @@ def _decode(watch: _Watch, request: Request, text: Decode, wanted: int | None = 
     watch.begin(wanted)
     engine = Engine(watch, None, EngineSettings(max_sequences=1, budget=0), decode=text)
     engine.add(request)
-    done: list[Completion] = []
-    while engine.has_work:
-        done += engine.step()
-    return done[0]
+    return next(engine.run())
 
 
 def _difference(

@@ -58,6 +58,10 @@ class IntegerCache:
         self.stored = np.full((num_rows, num_positions), _JUNK, dtype=np.uint64)
         self.stored[: kept.shape[0], : kept.shape[1]] = kept
 
+    def clear(self, row: int) -> None:
+        """Forget all that a row holds."""
+        self.stored[row] = _JUNK
+
     def adopt(self, kept: KeptSlots, index: int, *, row: int, start: int) -> None:
         """Store the `index`-th kept slot as the clean block at `start` of `row`."""
         assert isinstance(kept, IntegerKept), type(kept)

@@ -154,10 +154,7 @@ def decode_all(
     engine = Engine(target, drafter, settings)
     for request in requests:
         engine.add(request)
-    done: dict[int, Completion] = {}
-    while engine.has_work:
-        done |= {completion.sample_id: completion for completion in engine.step()}
-    return done
+    return {completion.sample_id: completion for completion in engine.run()}
 
 
 def exact_row(

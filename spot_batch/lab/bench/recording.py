@@ -81,9 +81,7 @@ def record(
     engine = Engine(target, None, settings, record_every=1)
     for request in requests:
         engine.add(request)
-    done: dict[int, Completion] = {}
-    while engine.has_work:
-        done |= {completion.sample_id: completion for completion in engine.step()}
+    done = {completion.sample_id: completion for completion in engine.run()}
     return [
         recorded_sample(request, done[request.sample_id], target.block_length)
         for request in requests

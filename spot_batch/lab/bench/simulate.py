@@ -120,6 +120,11 @@ class _Tokens:
             self.real.resize(num_rows, num_positions)
         self.of_row += [[] for _ in range(num_rows - len(self.of_row))]
 
+    def clear(self, row: int) -> None:
+        self.of_row[row] = []
+        if self.real is not None:
+            self.real.clear(row)
+
     def put(self, row: int, start: int, ids: Sequence[int]) -> None:
         self.of_row[row][start:] = ids
 
@@ -156,8 +161,8 @@ class Recording:
         engine = Engine(self, None, EngineSettings(max_sequences=sequences))
         for request in requests:
             engine.add(request)
-        while engine.has_work:
-            engine.step()
+        for _ in engine.run():
+            pass
 
     def allocate(self, num_rows: int, num_positions: int) -> PrefixCache:
         records = self.latency is None

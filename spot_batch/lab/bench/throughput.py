@@ -33,6 +33,7 @@ from spot_batch.lab.bench.plain import FAMILY, PlainLoop
 from spot_batch.lab.bench.questions import make_requests, params_of_grid
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch, Target
+from spot_batch.records.results import NotFinite
 from spot_batch.records.sampling import NoiseRule, Request
 
 BASELINE = "none, fast"
@@ -232,6 +233,8 @@ class _Contender:
         while num_rounds < _LEAST_ROUNDS or clock() - begin_s < turn_s:
             self.fill(sequences)
             for done in self.engine.step():
+                if isinstance(done, NotFinite):
+                    raise ValueError(f"sample {done.sample_id}: {done.error().message}")
                 self.num_tokens += len(done.token_ids)
                 self.num_finished_steps += done.num_draft_free_forwards
                 self.num_drafted += done.stats.num_drafted

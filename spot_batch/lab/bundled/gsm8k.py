@@ -56,11 +56,10 @@ def gsm8k_figures(
             )
         )
     right = without_loop = 0
-    while engine.has_work:
-        for completion in engine.step():
-            said = last_number(str(tokenizer.decode(list(completion.token_ids))))
-            right += said is not None and said == last_number(rows[completion.sample_id][1])
-            without_loop += not ends_in_a_loop(completion.token_ids)
+    for completion in engine.run():
+        said = last_number(str(tokenizer.decode(list(completion.token_ids))))
+        right += said is not None and said == last_number(rows[completion.sample_id][1])
+        without_loop += not ends_in_a_loop(completion.token_ids)
     return Gsm8kFigures(
         num_prompts=len(rows),
         max_new_tokens=max_new_tokens,
