@@ -27,7 +27,7 @@ def export(
         str | None,
         typer.Option("--format", help="parquet, jsonl, hf, arrow-stream, openai-batch; by name."),
     ] = None,
-    shape: Annotated[
+    form: Annotated[
         str | None, typer.Option("--as", help="messages or prompt-completion: for training.")
     ] = None,
     group: Annotated[
@@ -35,7 +35,10 @@ def export(
     ] = False,
     columns: Annotated[str, typer.Option(help="Comma-separated; all.")] = "",
     where: Annotated[
-        str | None, typer.Option(help="Which rows, as in: finish_reason == 'stop'.")
+        str | None, typer.Option(help="Which rows, in SQL: finish_reason = 'stop'.")
+    ] = None,
+    sql: Annotated[
+        str | None, typer.Option(help="A SELECT over the rows as the table data, instead.")
     ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Of a running job: what is published, marked so.")
@@ -54,24 +57,25 @@ def export(
     from spot_batch.jobdir.directory import JobDirectory
     from spot_batch.jobdir.mirror import folder_of
     from spot_batch.results.destination import check_destination
-    from spot_batch.results.export import ExportSpec, Format, Shape, format_of
+    from spot_batch.results.export import ExportFormat, ExportSpec, TrainingForm, format_of
     from spot_batch.results.export import export as write
 
     if (output is None) == (push is None):
         raise ValueError("export wants a file or folder (-o), or a repository (--push-to-hub)")
     for option, value, known in (
-        ("format", kind, get_args(Format)),
-        ("as", shape, get_args(Shape)),
+        ("format", kind, get_args(ExportFormat)),
+        ("as", form, get_args(TrainingForm)),
     ):
         if value is not None and value not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
     job = JobDirectory.open(folder_of(out))
     spec = ExportSpec(
         format=kind or (format_of(output) if output is not None else "hf"),  # type: ignore[arg-type]
-        shape=shape,  # type: ignore[arg-type]
+        form=form,  # type: ignore[arg-type]
         group=group,
         columns=tuple(filter(None, (name.strip() for name in columns.split(",")))),
         where=where,
+        sql=sql,
     )
     left_out = _left_out(job, spec)
     if push is not None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import datetime
-import decimal
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,52 +16,58 @@ from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.scan import read_part_of
 from spot_batch.results.destination import check_destination, replacing
+from spot_batch.results.json_lines import write_lines
 from spot_batch.results.load import without_maps
-from spot_batch.results.where import Where
+from spot_batch.results.query import Filter, Query
+from spot_batch.results.responses import responses
 
-Format = Literal["parquet", "jsonl", "hf", "arrow-stream", "openai-batch"]
-Shape = Literal["messages", "prompt-completion"]
+ExportFormat = Literal["parquet", "jsonl", "hf", "arrow-stream", "openai-batch"]
+TrainingForm = Literal["messages", "prompt-completion"]
 
 COMPLETE_KEY = "spot_batch.complete"
-_BY_SUFFIX: dict[str, Format] = {
+_BY_SUFFIX: dict[str, ExportFormat] = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".arrows": "arrow-stream",
 }
+_FULL_NAMES = {"parquet": "Parquet", "hf": "a saved dataset"}
 # Ours that belong to a row; every other column of ours is a sample's own, and lists under `group`.
 _OF_ROWS = ("custom_id", "row_index")
-_TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
+_TURN = {"role": pa.string(), "content": pa.string()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSpec:
     """What is exported and how it looks. `columns` empty is all of them.
 
-    `shape` makes training columns of prompt and generation; `group` puts the samples of an input
-    row into one row, with lists; `where` is an expression over columns (`store.where`).
+    `form` makes training columns of prompt and generation; `group` puts the samples of an input
+    row into one row, with lists; `where` is an SQL condition, and `sql` a SELECT over the rows as
+    the table `data`.
     """
 
-    format: Format
-    shape: Shape | None = None
+    format: ExportFormat
+    form: TrainingForm | None = None
     group: bool = False
     columns: tuple[str, ...] = ()
     where: str | None = None
+    sql: str | None = None
 
     def __post_init__(self) -> None:
-        if self.shape is not None and self.group:
+        if self.form is not None and self.group:
             raise ValueError("--group and --as exclude each other: a training row is one sample")
-        if self.format == "openai-batch" and (
-            self.shape or self.group or self.columns or self.where
-        ):
+        has_form = bool(self.form or self.group or self.columns or self.where)
+        if self.format == "openai-batch" and (has_form or self.sql):
             raise ValueError(
-                "openai-batch has a form of its own: no --as, --group, --columns or --where"
+                "openai-batch has a form of its own: no --as, --group, --columns, --where or --sql"
             )
+        if self.sql is not None and has_form:
+            raise ValueError("--sql says all of it: no --as, --group, --columns or --where")
         for name in self.columns:
             if self.columns.count(name) > 1:
                 raise ValueError(f"--columns: {name!r} is named twice")
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> ExportFormat:
     """By the name; one without an ending is a folder for `load_from_disk`.
 
     ValueError for an ending that is none of ours.
@@ -81,6 +81,32 @@ def format_of(path: Path) -> Format:
     return _BY_SUFFIX.get(suffix, "hf")
 
 
+def check_holds(schema: pa.Schema, kind: ExportFormat) -> None:
+    """ValueError for the first column whose type a format lacks; JSON has text for what it lacks.
+
+    Parquet lacks few types, and datasets' saved form lacks others.
+    """
+    for field in schema:
+        empty = pa.schema([field]).empty_table()
+        try:
+            if kind == "parquet":
+                pq.write_table(empty, pa.BufferOutputStream())
+            elif kind == "hf":
+                _features(without_maps(empty).schema)
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"column {field.name!r} is {str(field.type)[:200]}, which {_FULL_NAMES[kind]} "
+                f"cannot hold ({why}); leave it out, or take another format"
+            ) from None
+
+
+def _features(schema: pa.Schema) -> object:
+    import datasets
+
+    return datasets.Features.from_arrow_schema(schema)
+
+
 def export(job: JobDirectory, path: Path, spec: ExportSpec, *, partial: bool = False) -> int:
     """Writes the published rows to `path`, whole or not at all; returns how many rows.
 
@@ -92,16 +118,20 @@ def export(job: JobDirectory, path: Path, spec: ExportSpec, *, partial: bool = F
     if not job.is_complete and not partial:
         raise OutputError(f"{job.root}: not complete yet; --partial exports the parts there are")
     final = check_destination(job, path, is_folder=spec.format == "hf")
-    tables = _Tables(job, spec)
     with replacing(final) as made:
-        _WRITERS[spec.format](tables, made)
+        if spec.format == "openai-batch":
+            num_rows = write_lines(made, responses(job))
+        else:
+            tables = _Tables(job, spec)
+            _WRITERS[spec.format](tables, made)
+            num_rows = tables.num_rows
     note = path.with_name(path.name + ".incomplete")
     if not job.is_complete and spec.format in ("jsonl", "openai-batch"):
         parts = sum((job.data / job.part_name(part)).exists() for part in range(job.num_parts))
         note.write_text(f"{parts} of {job.num_parts} parts were published\n")
     else:
         note.unlink(missing_ok=True)
-    return tables.num_rows
+    return num_rows
 
 
 def as_dataset(job: JobDirectory, spec: ExportSpec, scratch: Path) -> Any:
@@ -119,28 +149,35 @@ class _Tables:
         self.job = job
         self.spec = spec
         self.num_rows = 0
-        self._where = Where(spec.where, job.schema) if spec.where is not None else None
-        empty = self._selected(self._shaped(job.schema.empty_table()))
+        self._filter = Filter(spec.where, job.schema) if spec.where is not None else None
+        self._query = Query(job, spec.sql) if spec.sql is not None else None
+        if self._query is not None:
+            schema = self._query.schema
+        else:
+            schema = self._selected(self._formed(job.schema.empty_table())).schema
         metadata = {**(job.schema.metadata or {}), COMPLETE_KEY: str(job.is_complete).lower()}
-        self.schema = empty.schema.with_metadata(metadata)
+        self.schema = schema.with_metadata(metadata)
+        check_holds(schema, spec.format)
 
     def __iter__(self) -> Iterator[pa.Table]:
         self.num_rows = 0
-        tables: Iterator[pa.Table] = self._parts()
+        for table in self._chosen() if self._query is None else self._query:
+            self.num_rows += table.num_rows
+            yield table.cast(self.schema)
+
+    def _chosen(self) -> Iterator[pa.Table]:
         if self.spec.group:
-            tables = _grouped(tables, self._name("row_index"), self._is_of_row)
-        for table in tables:
-            shaped = self._shaped(table) if not self.spec.group else table
-            chosen = self._selected(shaped).cast(self.schema)
-            self.num_rows += chosen.num_rows
-            yield chosen
+            tables = _grouped(self._parts(), self._name("row_index"), self._is_of_row)
+        else:
+            tables = (self._formed(table) for table in self._parts())
+        return (self._selected(table) for table in tables)
 
     def _parts(self) -> Iterator[pa.Table]:
         for part in range(self.job.num_parts):
             table = read_part_of(self.job, "data", part)
             if table is None:
                 continue
-            yield table if self._where is None else self._where.filter(table)
+            yield table if self._filter is None else self._filter.apply(table)
 
     def _name(self, own: str) -> str:
         return self.job.spec.output.prefix + own
@@ -148,26 +185,27 @@ class _Tables:
     def _is_of_row(self, name: str) -> bool:
         return name in self.job.kept or name in map(self._name, _OF_ROWS)
 
-    def _shaped(self, table: pa.Table) -> pa.Table:
+    def _formed(self, table: pa.Table) -> pa.Table:
         if self.spec.group:
             return next(_grouped(iter([table]), self._name("row_index"), self._is_of_row))
-        if self.spec.shape is None:
+        if self.spec.form is None:
             return table
         given = self._prompts(table)
         system = self.job.spec.input.system
         prompts = [self._turns(value, system) for value in given.to_pylist()]
         answers = table[self._name("generation")]
-        says = [{"role": "assistant", "content": each} for each in answers.to_pylist()]
+        kind = _turns_type(given.type)
+        says = [_answer(kind, each) for each in answers.to_pylist()]
         ids = {self._name("custom_id"): table[self._name("custom_id")]}
-        if self.spec.shape == "messages":
+        if self.spec.form == "messages":
             made = [[*turns, answer] for turns, answer in zip(prompts, says, strict=True)]
-            shaped = {"messages": pa.array(made, pa.list_(_TURN))}
+            shaped = {"messages": pa.array(made, kind)}
         elif self.job.pinned.prompt_kind == "prompt" and system is None:
             shaped = {"prompt": given, "completion": answers}
         else:
             shaped = {
-                "prompt": pa.array(prompts, pa.list_(_TURN)),
-                "completion": pa.array([[answer] for answer in says], pa.list_(_TURN)),
+                "prompt": pa.array(prompts, kind),
+                "completion": pa.array([[answer] for answer in says], kind),
             }
         extra = {
             name: table[self._known(name, table.schema)]
@@ -197,7 +235,7 @@ class _Tables:
         return [{"role": "system", "content": system}, *turns]
 
     def _selected(self, table: pa.Table) -> pa.Table:
-        if not self.spec.columns or self.spec.shape is not None:
+        if not self.spec.columns or self.spec.form is not None:
             return table
         return table.select([self._known(name, table.schema) for name in self.spec.columns])
 
@@ -206,6 +244,21 @@ class _Tables:
             known = ", ".join(map(repr, schema.names))
             raise ValueError(f"--columns: no column {name!r}; there are: {known}")
         return name
+
+
+def _turns_type(prompt: pa.DataType) -> pa.ListType:
+    """Lists of role and content and of whatever else the messages of the input have."""
+    fields = dict(_TURN)
+    if pa.types.is_list(prompt) or pa.types.is_large_list(prompt):
+        fields |= {field.name: field.type for field in prompt.value_type}
+    return pa.list_(pa.struct(list(fields.items())))
+
+
+def _answer(kind: pa.ListType, text: str) -> dict[str, Any]:
+    """The generation as a message, in parts where the input's messages are in parts."""
+    is_text = kind.value_type.field("content").type in (pa.string(), pa.large_string())
+    content = text if is_text else [{"type": "text", "text": text}]
+    return {"role": "assistant", "content": content}
 
 
 def _grouped(
@@ -260,11 +313,8 @@ def _write_stream(tables: _Tables, path: Path, *, of_datasets: bool = False) -> 
 
 
 def _write_jsonl(tables: _Tables, path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for table in tables:
-            for batch in table.to_batches(max_chunksize=1_024):
-                for row in batch.to_pylist():
-                    file.write(as_json(row) + "\n")
+    batches = (batch for table in tables for batch in table.to_batches(max_chunksize=1_024))
+    write_lines(path, (row for batch in batches for row in batch.to_pylist()))
 
 
 def _write_hf(tables: _Tables, path: Path) -> None:
@@ -278,90 +328,9 @@ def _write_hf(tables: _Tables, path: Path) -> None:
         (path / "README.md").write_text("**Not complete**: more parts follow.\n")
 
 
-def _write_openai(tables: _Tables, path: Path) -> None:
-    """One response or error a request, as OpenAI's and vLLM's batch output has them."""
-    tables.num_rows = 0
-    with path.open("w", encoding="utf-8") as file:
-        for _, samples in groupby(_outcomes(tables.job), key=lambda row: row["row_index"]):
-            file.write(as_json(_response(tables.job, list(samples))) + "\n")
-            tables.num_rows += 1
-
-
-def _outcomes(job: JobDirectory) -> Iterator[dict[str, Any]]:
-    """Rows of data/ and errors/ in the order of the input, under our names without the prefix."""
-    prefix = job.spec.output.prefix
-    wanted = ("custom_id", "row_index", "sample_index", "generation", "finish_reason", "usage")
-    names = [name for name in wanted if prefix + name in job.schema.names]
-    for part in range(job.num_parts):
-        done = read_part_of(job, "data", part)
-        if done is None:
-            continue
-        rows = done.select([prefix + name for name in names]).rename_columns(names).to_pylist()
-        failed = read_part_of(job, "errors", part)
-        rows += failed.to_pylist() if failed is not None else []
-        yield from sorted(rows, key=lambda row: (row["row_index"], row["sample_index"]))
-
-
-def _response(job: JobDirectory, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    first = samples[0]
-    stem = f"{job.fingerprint[:12]}-{first['row_index']}"
-    answer: dict[str, Any] = {"id": f"batch_req_{stem}", "custom_id": first["custom_id"]}
-    errors = [sample for sample in samples if "code" in sample]
-    if errors:
-        error = {"code": errors[0]["code"], "message": errors[0]["message"]}
-        return {**answer, "response": None, "error": error}
-    usages = [sample.get("usage") or {} for sample in samples]
-    completion = sum(usage.get("completion_tokens", 0) for usage in usages)
-    prompt = usages[0].get("prompt_tokens", 0)
-    body = {
-        "id": f"chatcmpl-{stem}",
-        "object": "chat.completion",
-        "created": 0,  # no clock: the same job writes the same bytes
-        "model": str(job.fields.get("model.name", job.spec.model.target.path)),
-        "choices": [
-            {
-                "index": sample["sample_index"],
-                "message": {"role": "assistant", "content": sample["generation"]},
-                "logprobs": None,
-                "finish_reason": sample["finish_reason"],
-            }
-            for sample in samples
-        ],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
-    }
-    response = {"status_code": 200, "request_id": f"req_{stem}", "body": body}
-    return {**answer, "response": response, "error": None}
-
-
-_WRITERS: dict[str, Callable[[_Tables, Path], None]] = {
+_WRITERS: dict[ExportFormat, Callable[[_Tables, Path], None]] = {
     "parquet": _write_parquet,
     "jsonl": _write_jsonl,
     "hf": _write_hf,
     "arrow-stream": _write_stream,
-    "openai-batch": _write_openai,
 }
-
-
-def as_json(row: object) -> str:
-    """One line; what JSON has no word for is text (times, decimals, bytes) or null (NaN)."""
-    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal | datetime.timedelta):
-        return str(value)
-    return value

@@ -51,7 +51,7 @@ def test_what_a_running_job_has_in_no_part_yet_is_counted(tmp_path: Path) -> Non
         (["-o", "x.jsonl", "--as", "chat"], "--as must be one of messages"),
         (["-o", "x.jsonl", "--columns", "level,level"], "'level' is named twice"),
         (["-o", "x.jsonl", "--columns", "nothing"], "--columns: no column 'nothing'"),
-        (["-o", "x.jsonl", "--where", "level ="], "--where: cannot be read"),
+        (["-o", "x.jsonl", "--where", "level ="], "--where: 'level =': Parser Error"),
         (["-o", "x.jsonl", "--format", "openai-batch", "--group"], "no --as, --group"),
         (["-o", "there.jsonl"], "is there already; --force writes over it"),
         (["-o", "out", "--force"], "is in the job directory"),

@@ -210,6 +210,6 @@ def test_columns_of_any_name_are_read_through_row(tmp_path: Path) -> None:
     job = make_job(tmp_path, table, input__template=template + "{{ context }}{{ range }}")
     publish_segment(job, make_outcomes(job, [0]))
     finalize(job, check=None, facts=None)
-    export(job, tmp_path / "x.jsonl", ExportSpec(format="jsonl", shape="prompt-completion"))
+    export(job, tmp_path / "x.jsonl", ExportSpec(format="jsonl", form="prompt-completion"))
     (row,) = lines(tmp_path / "x.jsonl")
     assert row["prompt"] == "".join(f"<{name}>" for name in names) + "<context><range>"

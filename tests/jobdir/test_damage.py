@@ -16,7 +16,7 @@ from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.scan import fault_of_parts
 from spot_batch.jobdir.segments import publish_segment
-from spot_batch.results.export import ExportSpec, Format, export
+from spot_batch.results.export import ExportFormat, ExportSpec, export
 from tests.jobdir.jobs import make_job, make_outcomes, prompts
 
 
@@ -56,7 +56,7 @@ def test_no_reader_takes_a_complete_job_for_whole(
     path = job.root / folder / job.part_name(1)
     damage(path)
     message = re.escape(str(path)) + f": .*; `spot-batch resume {job.root}` makes it again"
-    formats: tuple[Format, ...] = ("parquet", "jsonl", "hf", "arrow-stream", "openai-batch")
+    formats: tuple[ExportFormat, ...] = ("parquet", "jsonl", "hf", "arrow-stream", "openai-batch")
     for kind in formats:
         with pytest.raises(OutputError, match=message):
             export(job, tmp_path / "x", ExportSpec(format=kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.segments import publish_segment
-from spot_batch.results.export import ExportSpec, Format, export, format_of
+from spot_batch.results.export import ExportFormat, ExportSpec, check_holds, export, format_of
 from tests.inputs.test_requests import request
 from tests.jobdir.jobs import make_job, make_outcomes, prompts, write_jsonl
 from tests.jobdir.test_parts import hurtful_table
@@ -40,6 +41,17 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 WANT = [each for each in range(20) if each not in (4, 5, 6)]
+
+
+_PLACE = ("row_index", "sample_index")
+
+
+def _values(table: pa.Table) -> Callable[[str], list[int]]:
+    return lambda name: table[name].to_pylist()
+
+
+def _given(turn: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in turn.items() if value is not None}
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -107,7 +119,7 @@ def test_grouped_samples_are_lists_of_their_row(job: JobDirectory, tmp_path: Pat
 
 
 def test_training_shapes(job: JobDirectory, tmp_path: Path) -> None:
-    export(job, tmp_path / "m.jsonl", ExportSpec(format="jsonl", shape="messages"))
+    export(job, tmp_path / "m.jsonl", ExportSpec(format="jsonl", form="messages"))
     assert lines(tmp_path / "m.jsonl")[2] == {
         "custom_id": "1",
         "messages": [
@@ -115,7 +127,7 @@ def test_training_shapes(job: JobDirectory, tmp_path: Path) -> None:
             {"role": "assistant", "content": "sample 2 is 4 é😀"},
         ],
     }
-    spec = ExportSpec(format="jsonl", shape="prompt-completion", columns=("maybe",))
+    spec = ExportSpec(format="jsonl", form="prompt-completion", columns=("maybe",))
     export(job, tmp_path / "p.jsonl", spec)
     first = lines(tmp_path / "p.jsonl")[2]
     assert first == {
@@ -130,9 +142,10 @@ def test_training_shapes(job: JobDirectory, tmp_path: Path) -> None:
     ("where", "count"),
     [
         ("finish_reason == 'stop' and row_index >= 5", 5),
-        ("usage.completion_tokens in [0, 1] or not (maybe is not None)", 11),
+        ("usage.completion_tokens in (0, 1) or maybe is null", 11),
         ("deep.b.c > 1", 2),
-        ("row_index == -1", 0),
+        ("row_index = -1", 0),
+        ("maybe != 1", 8),  # of a null nobody knows
     ],
 )
 def test_rows_are_filtered(job: JobDirectory, tmp_path: Path, where: str, count: int) -> None:
@@ -143,12 +156,11 @@ def test_rows_are_filtered(job: JobDirectory, tmp_path: Path, where: str, count:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("finish == 1", "no column 'finish'"),
-        ("usage.tokens == 1", "no column 'tokens'"),
-        ("len(prompt) > 3", r"'len\(prompt\)' is not understood"),
-        ("__import__('os')", "is not understood"),
-        ("prompt ==", "cannot be read"),
-        ("prompt > 1", "--where"),
+        ("finish = 1", '--where: .*column "finish" not found'),
+        ("usage.tokens = 1", '--where: .*"tokens"'),
+        ("__import__('os')", "--where: .*__import__ does not exist"),
+        ("prompt =", "--where: .*syntax error"),
+        ("prompt > 1", "--where: 'prompt > 1': Binder Error: Cannot compare"),
     ],
 )
 def test_a_filter_that_means_nothing_is_said(
@@ -159,8 +171,83 @@ def test_a_filter_that_means_nothing_is_said(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_select_over_all_rows_is_exported(job: JobDirectory, tmp_path: Path) -> None:
+    select = """
+        select finish_reason, count(*) as num, max(generation) as last
+        from data where row_index > (select min(row_index) from data)
+        group by finish_reason order by num desc
+    """
+    taken = export(job, tmp_path / "x.jsonl", ExportSpec(format="jsonl", sql=select))
+    assert taken == 2
+    want = [
+        {"finish_reason": "stop", "num": 8, "last": "sample 9 is 81 é😀"},
+        {"finish_reason": "length", "num": 7, "last": "sample 8 is 64 é😀"},
+    ]
+    assert lines(tmp_path / "x.jsonl") == want
+    spec = ExportSpec(format="parquet", sql="select * exclude (generation) from data")
+    assert export(job, tmp_path / "x.parquet", spec) == 17
+    table = pq.read_table(tmp_path / "x.parquet")
+    assert [2 * row + of for row, of in zip(*map(_values(table), _PLACE), strict=True)] == WANT
+    spec = ExportSpec(format="hf", sql="from data limit 3")
+    assert export(job, tmp_path / "saved", spec) == 3
+    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        ("select finish from data", '--sql: .*column "finish" not found'),
+        ("select", "--sql: "),
+        ("drop table data", "--sql: wants one SELECT"),
+        ("select 1; select 2", "--sql: wants one SELECT"),
+        ("copy data to 'y.csv'", "--sql: wants one SELECT"),
+        ("select * from read_text('/etc/hostname')", "--sql: .*disabled by configuration"),
+        ("select * from '/etc/hostname'", "--sql: .*does not exist"),
+        ("select * from WANT", "--sql: .*does not exist"),
+        ("select cast(generation as int) from data", "--sql: .*Could not convert"),
+        ("select [interval 1 day] as x", "column 'x' is .*which Parquet cannot hold"),
+    ],
+)
+def test_a_select_sees_the_rows_and_nothing_else(
+    job: JobDirectory, tmp_path: Path, select: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        export(job, tmp_path / "x.parquet", ExportSpec(format="parquet", sql=select))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_keeps_every_field_that_it_has(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Hi", "name": "ada"},
+        {"role": "assistant", "content": "Yes?", "reasoning_content": "A greeting."},
+        {"role": "user", "content": "Bye"},
+    ]
+    job = make_job(tmp_path, [{"messages": turns}])
+    publish_segment(job, make_outcomes(job, [0]))
+    finalize(job, check=None, facts=None)
+    export(job, tmp_path / "m.jsonl", ExportSpec(format="jsonl", form="messages"))
+    answer = {"role": "assistant", "content": "sample 0 is 0 é😀"}
+    made = lines(tmp_path / "m.jsonl")[0]["messages"]
+    assert [_given(turn) for turn in made] == [*turns, answer]  # type: ignore[attr-defined]
+    export(job, tmp_path / "p.jsonl", ExportSpec(format="jsonl", form="prompt-completion"))
+    row = lines(tmp_path / "p.jsonl")[0]
+    assert [_given(turn) for turn in row["prompt"]] == turns  # type: ignore[attr-defined]
+
+
+def test_a_type_that_a_format_lacks_is_named_with_its_column() -> None:
+    schema = pa.schema([("fine", pa.float16()), ("odd", pa.struct([]))])
+    with pytest.raises(ValueError, match="column 'odd' is struct<>, which Parquet cannot hold"):
+        check_holds(schema, "parquet")
+    check_holds(schema, "jsonl")
+    check_holds(schema, "arrow-stream")
+    odd = pa.schema([("odd", pa.month_day_nano_interval())])
+    with pytest.raises(ValueError, match=r"column 'odd' .* a saved dataset cannot hold"):
+        check_holds(odd, "hf")
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "hf", "arrow-stream", "openai-batch"])
-def test_no_rows_are_exported_too(tmp_path: Path, kind: Format) -> None:
+def test_no_rows_are_exported_too(tmp_path: Path, kind: ExportFormat) -> None:
     (tmp_path / "none.jsonl").write_text("")
     job = make_job(tmp_path, tmp_path / "none.jsonl")
     finalize(job, check=None, facts=None)
@@ -171,9 +258,13 @@ def test_no_rows_are_exported_too(tmp_path: Path, kind: Format) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"format": "openai-batch", "group": True}, "no --as, --group, --columns or --where"),
+        (
+            {"format": "openai-batch", "group": True},
+            "a form of its own: no --as, --group",
+        ),
+        ({"format": "jsonl", "sql": "select 1", "group": True}, "--sql says all of it"),
         ({"format": "jsonl", "columns": ("a", "b", "a")}, "--columns: 'a' is named twice"),
-        ({"format": "jsonl", "group": True, "shape": "messages"}, "exclude each other"),
+        ({"format": "jsonl", "group": True, "form": "messages"}, "exclude each other"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given: Any, message: str) -> None:

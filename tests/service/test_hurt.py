@@ -119,9 +119,9 @@ def test_what_was_made_of_them_is_exported_in_every_form(job: JobDirectory, tmp_
     export(job, tmp_path / "x.arrows", ExportSpec(format="arrow-stream"))
     with pa.ipc.open_stream(tmp_path / "x.arrows") as reader:
         assert reader.read_all()["nested"].to_pylist()[-1] == {"x": {"y": [1, None]}}
-    shape = ExportSpec(format="jsonl", shape="messages", where="`right to left` is None")
-    with pytest.raises(ValueError, match="--where: no column 'right to left'"):
-        export(job, tmp_path / "m.jsonl", shape)
+    spec = ExportSpec(format="jsonl", form="messages", where='"right to left" is null')
+    with pytest.raises(ValueError, match=r'--where: .*column "right to left" not found'):
+        export(job, tmp_path / "m.jsonl", spec)
 
 
 def test_what_no_job_can_be_made_of_is_refused_and_named(tmp_path: Path) -> None:
