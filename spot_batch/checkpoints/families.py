@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spot_batch.checkpoints.errors import ModelError
@@ -34,36 +34,26 @@ class Family:
     exact: bool = True
 
 
-_SDAR_CHAT = "Qwen3's template; no system prompt of its own"
-_SDAR_STOPS = ("<|im_end|>", "<|endoftext|>")
-_QWEN2 = "Qwen2, byte-level BPE"
-
+_SDAR = Family(
+    name="sdar",
+    architecture="SDARForCausalLM",
+    model_types=("sdar",),
+    confidence="sampled_tempered",
+    threshold=0.85,
+    temperature=1.0,
+    block_length=4,
+    mask_id=151669,
+    stop_texts=("<|im_end|>", "<|endoftext|>"),
+    tokenizer="Qwen2, byte-level BPE",
+    chat="Qwen3's template; no system prompt of its own",
+)
 _FAMILIES = (
-    Family(
-        name="sdar",
-        architecture="SDARForCausalLM",
-        model_types=("sdar",),
-        confidence="sampled_tempered",
-        threshold=0.85,
-        temperature=1.0,
-        block_length=4,
-        mask_id=151669,
-        stop_texts=_SDAR_STOPS,
-        tokenizer=_QWEN2,
-        chat=_SDAR_CHAT,
-    ),
-    Family(
+    _SDAR,
+    replace(
+        _SDAR,
         name="sdar-moe",
         architecture="SDARMoeForCausalLM",
         model_types=("sdar_moe",),
-        confidence="sampled_tempered",
-        threshold=0.85,
-        temperature=1.0,
-        block_length=4,
-        mask_id=151669,
-        stop_texts=_SDAR_STOPS,
-        tokenizer=_QWEN2,
-        chat=_SDAR_CHAT,
     ),
     Family(
         name="llada2",
