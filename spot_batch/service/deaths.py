@@ -28,6 +28,7 @@ class Failure:
     detail: str = ""
     is_exception: bool = False
     is_refusal: bool = False
+    is_bad_input: bool = False
     is_full_disk: bool = False
 
 
@@ -56,6 +57,8 @@ def verdict_after(
     last = deaths[-1].failure
     if last.is_full_disk:
         return Verdict(Exit.RESUMABLE, last.message)
+    if last.is_bad_input:
+        return Verdict(Exit.BAD_INPUT, last.message)
     if not deaths[-1].loaded:
         if last.is_refusal:
             return Verdict(Exit.BAD_INPUT, last.message)

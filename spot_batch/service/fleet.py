@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spot_batch.inputs.errors import InputError
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import StorageFull
@@ -150,6 +151,7 @@ def _failure(cause: BaseException, trace: str) -> Failure:
         detail=trace,
         is_exception=True,
         is_refusal=isinstance(cause, ValueError),
+        is_bad_input=isinstance(cause, InputError),
         is_full_disk=isinstance(cause, StorageFull),
     )
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from spot_batch.inputs.errors import InputError
 from spot_batch.inputs.prepare import unprepared
 from spot_batch.inputs.reader import InputReader
+from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import DriverLock
@@ -135,6 +137,10 @@ class _Run:
         if self.has_work:
             return self.ended("stopped", Verdict(Exit.RESUMABLE, f"stopped by {self.stop.reason}"))
         job = self._job
+        try:
+            check_unchanged(job.pinned)
+        except InputError as error:
+            return self.ended("stopped", Verdict(Exit.BAD_INPUT, str(error)))
         self.say("finishing")
         for part in range(job.num_parts):
             compact(job, part)

@@ -52,6 +52,13 @@ def test_an_actor_that_refuses_to_load_ends_the_run(any_ready: bool) -> None:
     assert after(death(refusal)) is None, "loaded, it is an exception as any other"
 
 
+def test_an_input_that_is_not_what_it_was_ends_the_run_at_once() -> None:
+    changed = Failure(
+        message="a.jsonl: changed", is_exception=True, is_refusal=True, is_bad_input=True
+    )
+    assert after(death(), death(changed)) == (Exit.BAD_INPUT, "a.jsonl: changed")
+
+
 def test_loads_that_fail_end_a_run_of_which_nobody_was_ever_ready() -> None:
     loads = [death(loaded=False)] * LOADS_THAT_MAY_FAIL
     assert code(after(*loads[:-1], any_ready=False)) is None

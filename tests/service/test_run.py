@@ -180,6 +180,26 @@ def test_a_target_that_loads_says_how_far_it_is_actor_by_actor(
     assert ui.seen[-1].loading == (), "those that are ready are named"
 
 
+@pytest.mark.parametrize("limit", [0, 50])
+def test_an_input_that_is_edited_meanwhile_ends_in_a_refusal_or_does_not_matter(
+    undisturbed: Path, tmp_path: Path, limit: int
+) -> None:
+    rows = write_rows(tmp_path, prompts())
+    out = tmp_path / "out"
+    given = flags({"input.copy_limit_gib": limit})
+    process = start(["submit", "-i", str(rows), "-o", "out", *given], tmp_path)
+    wait_until(lambda: events(out, "segment"))
+    rows.write_text(rows.read_text().replace("figs", "kiwi"))  # as long as it was
+    shown, wrong = process.communicate(timeout=120)
+    if limit:
+        assert process.returncode == Exit.COMPLETE, shown + wrong
+        assert data_hash(out) == data_hash(undisturbed)
+    else:
+        assert process.returncode == Exit.BAD_INPUT, shown + wrong
+        assert "rows.jsonl: changed since the job was submitted" in shown + wrong
+        assert not (out / "_SUCCESS").exists()
+
+
 @pytest.mark.slow
 def test_a_row_that_kills_its_actor_ends_as_an_error_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
