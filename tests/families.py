@@ -202,7 +202,7 @@ class LibraryModel:
 
 
 class PlainLlada2:
-    """LLaDA2 once more, from the formulas of targets.md 3.3 and the published tensors by name.
+    """LLaDA2 once more, from its formulas and the published tensors by name.
 
     One head, one token, one expert at a time; Python decides who is chosen.
     """

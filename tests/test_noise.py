@@ -466,7 +466,7 @@ def test_perturbed_winners_are_draws_from_the_softmax(vocab_size: int) -> None:
 @pytest.mark.stat
 @pytest.mark.parametrize("apart", [0.0, 0.3, 1.0, 2.0])
 def test_two_distributions_under_one_noise_agree_as_often_as_the_formula_says(apart: float) -> None:
-    """P(match) = sum_j 1 / sum_i max(p_i/p_j, q_i/q_j): algorithms.md A.5 (Daliri et al.).
+    """P(match) = sum_j 1 / sum_i max(p_i/p_j, q_i/q_j) (Daliri et al.).
 
     Six standard errors: a false alarm below 1e-8.
     """

@@ -72,7 +72,7 @@ class OrderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What makes an order model's probabilities the shares they claim to be (algorithms.md B.5).
+    """What makes an order model's probabilities the shares they claim to be.
 
     One entry for each number of commits since the stale state, from 1 on; the last one serves all
     beyond. Scores are divided by `order`; agreement logits are divided by `agreement`, then

@@ -2,7 +2,7 @@
 
 Every sample has its own slot in any case. Drafted states of all samples stand in one pool, the most
 probable a slot first, and the whole curve of the device's latency is scanned for the rate of
-progress that is best (algorithms.md G.3). Progress is counted in steps of draft-free decoding: a
+progress that is best. Progress is counted in steps of draft-free decoding: a
 sample takes a fixed number of these, with `single` and with `threshold` unmasking, so steps a
 second are samples a second. A root is worth one step, a drafted state its mass.
 """

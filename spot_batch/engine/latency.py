@@ -1,6 +1,6 @@
 """What a round costs on a device: seconds of a forward, of a drafting wave and of a visited state.
 
-The curve of a device is a staircase whose steps no formula knows (algorithms.md G.1), so it is
+The curve of a device is a staircase whose steps no formula knows, so it is
 measured (measure.py) on the device that decodes. It decides speed alone, never an output.
 """
 

@@ -228,8 +228,8 @@ def perturbed_argmax(scores: Tensor, *, key: Tensor, position: Tensor, step: Ten
     """argmax of (n, V) scores + noise at (n,) addresses: an exact draw of softmax(scores).
 
     Noise lies within known bounds, so a token whose score is so far below the best one's perturbed
-    score that no noise could lift it need not be asked for its own. Of a flat row that is no token,
-    and all of its noise is made; but never held (architecture.md section 5).
+    score that no noise could lift it need not be asked for its own. Of a flat row that is no token:
+    all of its noise is made, and none of it is kept.
     """
     vocab_size = scores.shape[1]
     # On a GPU the host would have to wait to learn which entries need any.

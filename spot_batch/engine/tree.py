@@ -1,8 +1,8 @@
 """The draft tree: which hypothetical states are worth a slot of the next forward.
 
-Best-first growth by mass (algorithms.md section C; the tree form of DDTree, here over block
-states): a node's mass is the probability that the target's own trajectory passes through it and
-through drafted states only. Two orders that reach one state share its node, and their masses add.
+Best-first growth by mass (the tree form of DDTree, here over block states): a node's mass is the
+probability that the target's own trajectory passes through it and through drafted states only. Two
+orders that reach one state share its node, and their masses add.
 """
 
 from __future__ import annotations

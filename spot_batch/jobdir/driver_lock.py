@@ -1,6 +1,6 @@
 """`driver.json`: an advisory lock, so that a second driver attaches or exits.
 
-Two drivers at once cost time and never correctness; see architecture.md section 7.
+Two drivers at once cost time and never correctness: what they publish is the same.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A mass is a product of guesses, each made from a state that is itself guessed. So it is followed as
 a tree follows it: from each recorded state the most probable guess is taken, asked again, and so
-on, and the product is held against whether the target went that way (algorithms.md B.5).
+on, and the product is held against whether the target went that way.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A query is a recorded state and a number of commits since: 1 at the root of a round, one more for
 every guess above it. States of the trajectory itself are the right sample of what a tree's mass
-counts (algorithms.md B.4).
+counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The slot stands on the batch axis, its keys are [stored prefix, slots that it sees, padding] in the
 order of their positions, and the padded length is a function of how many these are. So a slot's
-bits do not depend on what else is in the forward (architecture.md section 5).
+bits do not depend on what else is in the forward (docs/exactness.md, arithmetic).
 """
 
 from __future__ import annotations

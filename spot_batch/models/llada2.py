@@ -1,4 +1,4 @@
-"""LLaDA2: a mixture of many small experts, routed by groups (targets.md section 3). Our own module.
+"""LLaDA2: a mixture of many small experts, routed by groups. Our own module.
 
 Its parts are transformers' where they are the same; names are those of published checkpoints.
 """

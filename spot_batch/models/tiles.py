@@ -3,7 +3,7 @@
 A GEMM library picks its kernel and its blocking by the shape of the call; another number of rows
 may mean another order of summation and other last bits. Within one call a row depends neither on
 the other rows' content nor on its place. So every linear is called in tiles whose row counts were
-shown, on this machine, to give equal bits (architecture.md section 5, canonical numerics).
+shown, on this machine, to give equal bits (docs/exactness.md, arithmetic).
 
 A pointwise kernel on a CPU cuts its elements evenly among the threads and treats what does not fill
 a vector register with other instructions; for a product or a sum these round alike, for an

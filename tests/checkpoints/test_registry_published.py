@@ -36,7 +36,7 @@ def info_of(name: str, **given: int) -> ModelInfo:
 def test_real_sizes_are_those_of_the_published_files(
     name: str, num_tensors: int, num_bytes: int, tolerance: int, kv_bytes: int
 ) -> None:
-    """Counts and bytes from the repositories' indices and file listings (targets.md section 0)."""
+    """Counts and bytes from the repositories' indices and file listings."""
     weights = describe_target(name, check=check_network).weights
     assert weights.num_tensors == num_tensors
     assert abs(weights.num_bytes - num_bytes) <= tolerance

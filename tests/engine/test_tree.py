@@ -192,7 +192,7 @@ def test_best_first_is_the_best_choice_of_so_many_states(tree: Mapping, budget: 
 
 
 def greedy_by_the_book(known: Known, *, budget: int, num_masked: int) -> list[Key]:
-    """algorithms.md C.3: take the candidate of largest mass, recompute all masses, again."""
+    """Best-first growth: take the candidate of largest mass, recompute all masses, again."""
     chosen: set[Key] = {ROOT}
     order: list[Key] = []
     while len(order) < budget:

@@ -1,4 +1,4 @@
-"""Draft-free decoding once more, as plainly as it can be said: the definition in algorithms.md A.
+"""Draft-free decoding once more, as plainly as it can be said.
 
 No cache, no slots, no batch, no torch, nothing of `spot_batch.engine` or `spot_batch.noise`: one
 sample, Python integers for the noise, Python floats (exactly rounded sums) for the confidences, and

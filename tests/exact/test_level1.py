@@ -408,7 +408,7 @@ def test_cached_logits_are_those_of_a_full_forward_under_the_training_mask(
     clean = letters(num_blocks, width, seeded(1))
     noised = clean.clone()
     noised[torch.rand(noised.shape, generator=seeded(2)) < 0.6] = target.mask_id
-    # [noised copy; clean copy] at the same positions: algorithms.md I.2.
+    # [noised copy; clean copy] at the same positions.
     block = torch.arange(num_blocks).repeat_interleave(width)
     earlier, own = block[:, None] > block, block[:, None] == block
     mask = torch.cat((torch.cat((own, earlier), 1), torch.cat((own & False, earlier | own), 1)))

@@ -13,7 +13,7 @@ _KEYS = (128, 1024, 4096)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """What of a model and a device decides the seconds of algorithms.md G.1."""
+    """What of a model and a device decides the seconds of a forward."""
 
     num_parameters: float
     num_layers: int

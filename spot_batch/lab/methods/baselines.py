@@ -1,4 +1,4 @@
-"""Drafters of other methods, under our verifier: what SPOT is compared with (algorithms.md E).
+"""Drafters of other methods, under our verifier: what SPOT is compared with.
 
 Each guesses from the same stale distributions, with the noise of the coming steps as all do; only
 what is drafted differs.

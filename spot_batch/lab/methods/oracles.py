@@ -1,7 +1,7 @@
 """Drafters that know the future: what is left to gain, and which knowledge gains it.
 
 They are given what draft-free decoding of the same requests commits, so they exist in benchmarks
-alone (algorithms.md E.4).
+alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spiffy's calibrated draft graph under our verifier (arXiv 2509.18085; algorithms.md E.1).
+"""Spiffy's calibrated draft graph under our verifier (arXiv 2509.18085).
 
 A draft formula is a set of (position rank, token rank): positions ranked by their stale confidence
 among those that are masked at the root of a round, tokens among the candidates of a position.
