@@ -103,7 +103,7 @@ class JobScreen:
         """Show the first samples that land."""
         if self._job is None or self._num_shown >= NUM_FIRST_SAMPLES:
             return
-        from spot_batch.cli.samples import pairs_of_segment
+        from spot_batch.cli.answers import pairs_of_segment
 
         for prompt, answer in pairs_of_segment(self._job, receipt.name):
             if self._num_shown < NUM_FIRST_SAMPLES:
@@ -245,7 +245,7 @@ def show_results(
     screen: Screen, job: JobDirectory, summary: Summary, heartbeat: Heartbeat | None
 ) -> None:
     """The end of a job: samples, savings, the check, and how to load the data."""
-    from spot_batch.cli.samples import first_pairs
+    from spot_batch.cli.answers import first_pairs
 
     for prompt, answer in first_pairs(job, NUM_LAST_SAMPLES):
         screen.pair(prompt, answer)

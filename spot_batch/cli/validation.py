@@ -103,7 +103,7 @@ def _prompt_faults(plan: JobPlan, rows: Sequence[PreparedSample]) -> dict[str, l
 
 
 def _exit_code(plan: JobPlan, faults: Mapping[str, Sequence[str]]) -> Exit:
-    """As `submit` ends where no other row fails."""
+    """The exit code with which `submit` ends where no other row fails."""
     failed = sum(len(messages) for code, messages in faults.items() if code not in SKIP_CODES)
     failed += plan.pinned.num_faults
     share = failed / plan.pinned.num_rows if failed else 0.0

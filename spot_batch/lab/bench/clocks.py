@@ -13,7 +13,7 @@ _KEYS = (128, 1024, 4096)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """What of a model and a device decides the seconds of a forward."""
+    """The properties of a model and a device that decide the seconds of a forward."""
 
     num_parameters: float
     num_layers: int
@@ -28,7 +28,8 @@ class Body:
     wave_s: float = 0.35e-3
 
     def table(self) -> LatencyTable:
-        """Launch, then weights or products, whichever takes longer, and the same of attention."""
+        """A forward takes its launch and its weights or products, whichever take longer, and the
+        same of attention."""
         return LatencyTable(
             slots=BUCKETS,
             num_keys=_KEYS,

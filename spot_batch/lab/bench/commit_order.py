@@ -35,9 +35,9 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderRow:
-    """Of the commits of one block of the answers, one forward after the distributions that they
-    are held against: `stale_argmax`, the share whose token was the candidate at its position;
-    `stale_position`, the share that the most confident position names."""
+    """How the commits of one block of the answers compare with the distributions of one forward
+    before: `stale_argmax` is the share whose token was the candidate at its position,
+    `stale_position` the share that went to the most confident position."""
 
     block: int
     num_commits: int
@@ -77,7 +77,7 @@ class CommitOrder:
         oracles: Sequence[Mapping[str, Any]],
         **rest: Any,
     ) -> CommitOrder:
-        """From what JSON makes of it."""
+        """Makes a row of what JSON holds of it."""
         return cls(
             blocks=tuple(OrderRow(**each) for each in blocks),
             oracles=tuple(OracleRow(**each) for each in oracles),

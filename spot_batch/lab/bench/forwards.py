@@ -35,7 +35,7 @@ class Needed:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Where the replay of a sample stands. `stale`: the state of its block that was read last."""
+    """Where counting stands in a sample. `stale`: the state of its block that was read last."""
 
     sample: RecordedSample
     row: int
@@ -53,7 +53,7 @@ class _Cursor:
         return self.block == len(self.sample.blocks)
 
     def masked(self, done: int) -> list[bool]:
-        """Of the block after so many commits."""
+        """Which positions of the block are masked after so many commits."""
         open_now = list(self.here.masked)
         for position, _ in self.here.commits[:done]:
             open_now[position] = False

@@ -72,7 +72,7 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
 
 
 def slot_flops(info: ModelInfo, num_keys: int) -> float:
-    """Of a body's forward over one slot that reads so many keys; the head is not of the body.
+    """Operations that a body takes for one slot that reads so many keys; the head is left out.
 
     Raises ValueError for mixtures of experts: of their weights a row meets a few.
     """
@@ -152,7 +152,7 @@ def merged(folder: Path, small: Models, large: Models) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this runs from; None where it is installed."""
+    """The commit of the checkout that this runs from; None where the package is installed."""
     here = Path(__file__).parent
     try:
         found = subprocess.run(

@@ -110,7 +110,7 @@ def find_grader(task: str, *, run_code: bool) -> Grader:
 
 
 def grade_synthetic(fields: Mapping[str, Any], text: str) -> bool:
-    """By the program that made the problem."""
+    """Whether the program that made the problem accepts the answer."""
     from spot_batch.lab.bundled.corpus import check, problem_with_id
 
     return check(problem_with_id(str(fields["id"])), text)

@@ -216,7 +216,7 @@ class LatencyGrid(Grid):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleGrid(Grid):
-    """Of a benchmark that decodes."""
+    """What every benchmark that decodes has besides."""
 
     seeds: tuple[int, ...] = _key(_wholes(0, MOST_SEED), (0,), "Of the noise, by comma.")
     limit: int = _limit(20)
@@ -225,7 +225,7 @@ class SampleGrid(Grid):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptGrid(SampleGrid):
-    """Of a benchmark on a file's prompts."""
+    """What a benchmark on the prompts of a file has besides."""
 
     input: Path | None = _key(
         _path, None, "JSON lines of prompts; packaged ones.", kind=Path, names=("-i", "--input")
@@ -247,7 +247,7 @@ class ExactGrid(PromptGrid):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockedGrid(PromptGrid):
-    """Of a benchmark that a clock decides: one temperature and one rule for all its cells."""
+    """What a benchmark of speed has besides: one temperature and one rule for all its cells."""
 
     temperature: float = _key(_temperature, 0.0, kind=float)
     unmasking: str = _unmasking()
@@ -335,7 +335,7 @@ class OccupancyGrid(ClockedGrid):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskGrid(SampleGrid):
-    """Of a benchmark on tasks."""
+    """What a benchmark on tasks has besides."""
 
     tasks: tuple[str, ...] = _key(_texts, ("synthetic",), TASKS_HELP, names=("--tasks", "--task"))
     data: Path | None = _key(

@@ -63,7 +63,7 @@ class Models:
         return drafter
 
     def facts(self) -> dict[str, object]:
-        """What of them decides a figure."""
+        """The facts about them that decide a figure."""
         from spot_batch.version import __version__
 
         path = self.choice.path
@@ -119,7 +119,7 @@ def _shape(model: str) -> tuple[ModelInfo, Mapping[str, Any]]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the figures are of."""
+    """The name of the device that figures are measured on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"

@@ -262,8 +262,8 @@ def _live(
 
 
 def gaps(rows: Sequence[NfeRow]) -> Iterator[tuple[Cell, float]]:
-    """Of each cell of `spot`, the share of the gap in forwards between Spiffy and the position
-    oracle that it closes."""
+    """Each cell of `spot`, and which share it closes of the gap in forwards between Spiffy and the
+    position oracle."""
     by_cell = {row.cell: row for row in rows}
     for cell, row in by_cell.items():
         if cell.method != "spot":

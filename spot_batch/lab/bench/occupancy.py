@@ -75,7 +75,7 @@ class Occupancy:
 
     @classmethod
     def read(cls, *, tail: Sequence[Mapping[str, Any]], **values: Any) -> Occupancy:
-        """From what JSON holds."""
+        """Makes a row of what JSON holds of it."""
         return cls(tail=tuple(TailRow(**row) for row in tail), **values)
 
 

@@ -52,7 +52,7 @@ class SimulatedRow:
 
     @classmethod
     def read(cls, *, fixed: Mapping[str, float], **rest: Any) -> SimulatedRow:
-        """From what JSON makes of it."""
+        """Makes a row of what JSON holds of it."""
         return cls(fixed={int(budget): ratio for budget, ratio in fixed.items()}, **rest)
 
 

@@ -341,7 +341,7 @@ def _row(
 
 
 def _tokens_per_step(*contenders: _Contender) -> float:
-    """Of the first of them that has finished a sample."""
+    """Tokens that a step makes, by the first of them that has finished a sample."""
     finished = [each for each in contenders if each.num_finished_steps]
     assert finished, "no sample ended: more passes are needed"
     return finished[0].num_tokens / finished[0].num_finished_steps

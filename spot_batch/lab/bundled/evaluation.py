@@ -15,7 +15,7 @@ from spot_batch.lab.bundled.tokenizer import END_OF_TEXT, IM_END, MASK
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class AnswerFigures:
     """What a held-out evaluation found; every figure is a share of 1."""
 
     num_prompts: int
@@ -63,7 +63,7 @@ def evaluate(
     block_length: int,
     max_blocks: int = 4,
     batch: int = 64,
-) -> Figures:
+) -> AnswerFigures:
     """Decode every problem greedily, one commit a forward, and score the answers."""
     end_id, fill_id = tokenizer.convert_tokens_to_ids([IM_END, END_OF_TEXT])
     tally = Tally()
@@ -89,7 +89,7 @@ def evaluate(
             is_right = check(problem, text)
             right[problem.kind].append(is_right)
             by_level[problem.level].append(is_right)
-    return Figures(
+    return AnswerFigures(
         num_prompts=len(problems),
         exact=share(by_level["easy"] + by_level["hard"]),
         exact_easy=share(by_level["easy"]),
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def share(hits: list[bool]) -> float:
-    """The share of hits, 0 of none."""
+    """The share of hits; 0 where there is nothing to hit."""
     return sum(hits) / max(len(hits), 1)
 
 

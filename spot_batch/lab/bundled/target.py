@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Model
 
 from spot_batch.lab.bundled.corpus import held_out_problems
-from spot_batch.lab.bundled.evaluation import Figures, evaluate
+from spot_batch.lab.bundled.evaluation import AnswerFigures, evaluate
 from spot_batch.lab.bundled.layout import Rows, causal_piece, diffusion_pieces, pack, visibility
 from spot_batch.lab.bundled.model import ModelSize, hidden_rows, make_model, tied_logits
 from spot_batch.lab.bundled.sources import ExtraSource, SampleSource
@@ -418,7 +418,7 @@ def newest_checkpoint(out: Path) -> Path:
 
 def evaluate_average(
     training: Training, settings: TargetSettings, tokenizer: PreTrainedTokenizerFast
-) -> Figures:
+) -> AnswerFigures:
     """Held-out figures of the averaged weights."""
     model = make_model(settings.size, seed=settings.seed)
     model.load_state_dict(training.average)
@@ -447,7 +447,7 @@ def log_step(
         )  # fmt: skip
 
 
-def log_figures(out: Path, training: Training, figures: Figures) -> None:
+def log_figures(out: Path, training: Training, figures: AnswerFigures) -> None:
     """Append an evaluation to figures.jsonl."""
     append_row(out / "figures.jsonl", {"step": training.step, **asdict(figures)})
     logger.info("step %d %s", training.step, figures)

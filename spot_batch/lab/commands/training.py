@@ -64,7 +64,11 @@ def target(
     from spot_batch.lab.bundled.corpus import held_out_problems
     from spot_batch.lab.bundled.curve import plot_losses
     from spot_batch.lab.bundled.gsm8k import gsm8k_figures, read_gsm8k
-    from spot_batch.lab.bundled.publication import evaluate_checkpoint, export_target, gsm8k_note
+    from spot_batch.lab.bundled.model_folder import (
+        evaluate_checkpoint,
+        gsm8k_note,
+        write_model_folder,
+    )
     from spot_batch.lab.bundled.target import RECIPES, newest_checkpoint, train_target
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -85,7 +89,7 @@ def target(
     command = f"spot-batch train target RUN --recipe {recipe} --block-length {block_length} "
     command += "".join(f"--extra {Path(source.path).name}={source.share:g} " for source in extras)
     command += "--export FOLDER"
-    export_target(checkpoint, export, settings=settings, command=command, figures=figures)
+    write_model_folder(checkpoint, export, settings=settings, command=command, figures=figures)
     typer.echo(f"{export} written: {figures}")
     if gsm8k is not None:
         scores = gsm8k_figures(export, gsm8k, limit=gsm8k_limit)

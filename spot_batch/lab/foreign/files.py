@@ -120,7 +120,7 @@ def _open_safetensors(path: Path) -> ForeignFile:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 part = file.get_slice(name)
                 tensors.append(
-                    ForeignTensor(name, tuple(part.get_shape()), _named(part.get_dtype()))
+                    ForeignTensor(name, tuple(part.get_shape()), _torch_dtype(part.get_dtype()))
                 )
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from error
@@ -141,7 +141,7 @@ _DTYPES = {
 }
 
 
-def _named(dtype: str) -> str:
+def _torch_dtype(dtype: str) -> str:
     return _DTYPES.get(dtype, dtype.lower())
 
 
@@ -345,7 +345,7 @@ def wanted_shapes(config: OrderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layers_of(shapes: Mapping[str, Sequence[int]]) -> dict[int, dict[str, str]]:
-    """Of the longest run of alike numbered parts: number -> name within the part -> full name."""
+    """Finds the longest run of alike numbered parts: number -> name in the part -> full name."""
     runs: dict[str, dict[int, dict[str, str]]] = {}
     for name in shapes:
         for match in re.finditer(r"(?:^|\.)(\d{1,3})\.", name):

@@ -36,7 +36,7 @@ _SHARPNESSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 @dataclass(frozen=True, slots=True)
 class _Rounds:
-    """Of every state the formulas that its future passes through, one a commit, and what pruning
+    """For every state the formulas that its future passes through, one a commit, and what pruning
     reads: `stale` the probabilities of token ranks by position rank."""
 
     paths: list[list[Formula]]

@@ -14,7 +14,7 @@ from spot_batch.lab.bundled.evaluation import evaluate
 from spot_batch.lab.bundled.gsm8k import ends_in_a_loop, gsm8k_figures, last_number
 from spot_batch.lab.bundled.layout import block_causal
 from spot_batch.lab.bundled.model import ModelSize, hidden_rows, make_model, tied_logits
-from spot_batch.lab.bundled.publication import export_target, gsm8k_note
+from spot_batch.lab.bundled.model_folder import gsm8k_note, write_model_folder
 from spot_batch.lab.bundled.sources import ExtraSource, SampleSource, read_exchanges, render_prompt
 from spot_batch.lab.bundled.target import (
     RECIPES,
@@ -120,7 +120,7 @@ def test_an_exported_folder_loads_with_transformers_and_scores_the_same(
 ) -> None:
     folder = tmp_path / "target"
     for _ in range(2):  # the second replaces the first
-        export_target(newest_checkpoint(run), folder, settings=TINY, command="a test")
+        write_model_folder(newest_checkpoint(run), folder, settings=TINY, command="a test")
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["SDARForCausalLM"]
@@ -220,7 +220,7 @@ def test_gsm8k_is_scored_by_the_last_number_and_loops_are_seen(run: Path, tmp_pa
     path = tmp_path / "gsm8k.jsonl"
     path.write_text('{"question": "2 and 3?", "answer": "#### 5"}\n{"question": "1?"}\n')
     folder = tmp_path / "target"
-    export_target(newest_checkpoint(run), folder, settings=TINY, command="a test")
+    write_model_folder(newest_checkpoint(run), folder, settings=TINY, command="a test")
     scores = gsm8k_figures(folder, path, limit=1, max_new_tokens=40)
     assert scores.num_prompts == 1
     gsm8k_note(folder, scores)

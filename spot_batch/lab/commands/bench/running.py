@@ -152,13 +152,13 @@ def _options_of(kind: type[Grid]) -> list[inspect.Parameter]:
         if key.kind is None:
             continue
         names = key.names or (f"--{each.name.replace('_', '-')}",)
-        text = f"{key.help} {_shown(each.default)}".rstrip()
+        text = f"{key.help} {_in_brackets(each.default)}".rstrip()
         option = typer.Option(*names, help=text, hidden=not key.help)
         found.append(_parameter(each.name, Annotated[key.kind | None, option]))
     return found
 
 
-def _shown(default: Any) -> str:
+def _in_brackets(default: Any) -> str:
     """A default as one would type it, in brackets; nothing where there is none to type."""
     if isinstance(default, tuple):
         default = ",".join("end" if each is None else f"{each}" for each in default)

@@ -17,7 +17,7 @@ def store(
     lease: Annotated[int, typer.Option(min=1, help="Samples to a segment.")] = 1_000,
 ) -> int:
     """Measure leasing, publication, compaction and recovery with an engine that answers at once."""
-    from spot_batch.lab.bench.jobdir import bench_store
+    from spot_batch.lab.bench.store import bench_store
 
     figures = bench_store(folder, num_samples=samples, lease_rows=lease)
     typer.echo(

@@ -1,4 +1,4 @@
-"""Exporting a checkpoint as a Hugging Face folder, published-SDAR style, with its card."""
+"""A checkpoint as a model folder, in the manner of the published SDAR, with its card."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spot_batch.lab.bundled.corpus import Problem
-from spot_batch.lab.bundled.evaluation import Figures, evaluate
+from spot_batch.lab.bundled.evaluation import AnswerFigures, evaluate
 from spot_batch.lab.bundled.gsm8k import Gsm8kFigures
 from spot_batch.lab.bundled.model import make_model
 from spot_batch.lab.bundled.target import (
@@ -32,13 +32,13 @@ Averaged weights (EMA), stored in bfloat16, embeddings tied.
 """
 
 
-def export_target(
+def write_model_folder(
     checkpoint: Path,
     folder: Path,
     *,
     settings: TargetSettings,
     command: str,
-    figures: Figures | None = None,
+    figures: AnswerFigures | None = None,
     remark: str = "",
 ) -> None:
     """Write a checkpoint's averaged weights as a model folder that appears whole.
@@ -67,7 +67,7 @@ def gsm8k_note(folder: Path, scores: Gsm8kFigures) -> None:
 
 def evaluate_checkpoint(
     checkpoint: Path, problems: Sequence[Problem], *, settings: TargetSettings
-) -> Figures:
+) -> AnswerFigures:
     """Held-out figures of a checkpoint's averaged weights as they are exported, in bfloat16."""
     weights = load_file(checkpoint / "average.safetensors")
     model = make_model(settings.size, seed=settings.seed)
@@ -155,7 +155,7 @@ def sdar_config(settings: TargetSettings, *, mask_id: int, fill_id: int) -> dict
 
 
 def training_notes(
-    step: int, num_samples: int, elapsed_s: float, figures: Figures | None
+    step: int, num_samples: int, elapsed_s: float, figures: AnswerFigures | None
 ) -> list[str]:
     """What the card says of the run and of the held-out evaluation."""
     notes = [f"{step} steps, {num_samples} samples, {elapsed_s / 60:.0f} minutes of wall clock."]
