@@ -98,7 +98,6 @@ _NOT_YET = frozenset(
         "resources.usd_per_gpu_hour",
         "resources.one_device_kind",
         "resources.runtime_env",
-        "failure.no_progress_seconds",
         "equivalence.max_overhead",
         "equivalence.alpha",
     ]

@@ -72,6 +72,7 @@ Share = Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, le=1.0)]
 Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0.0, allow_inf_nan=False)]
 AutoOrCount = Annotated[int | Literal["auto"], PlainValidator(_auto_or(int, 1))]
 AutoOrBudget = Annotated[int | Literal["auto"], PlainValidator(_auto_or(int, 0))]
+AutoOrSeconds = Annotated[Seconds | Literal["auto"], Field(union_mode="left_to_right")]
 AutoOrAmount = Annotated[float | Literal["auto"], PlainValidator(_auto_or(float, 0))]
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
@@ -273,6 +274,7 @@ class SchedulingSpec(Section):
 class FailureSpec(Section):
     row_attempts: Count = 3
     max_error_fraction: Fraction = 0.01
+    no_progress_seconds: AutoOrSeconds = "auto"
     actor_restarts_per_hour: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = 6
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from spot_batch.jobdir.files import speaking_plainly, write_atomically
 from spot_batch.jobdir.layout import Layout
-from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
+from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress, SilentActor
 
 
 def write_heartbeat(job: Layout, heartbeat: Heartbeat) -> None:
@@ -26,7 +26,8 @@ def read_heartbeat(job: Layout) -> Heartbeat | None:
             ActorLoading(each["actor"], LoadProgress(**each["progress"]))
             for each in tree.pop("loading", ())
         )
-        return Heartbeat(**tree, loading=loading)
+        silent = tuple(SilentActor(**each) for each in tree.pop("silent", ()))
+        return Heartbeat(**tree, loading=loading, silent=silent)
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
         return None
 

@@ -46,10 +46,12 @@ class Receipt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class News:
     """What an actor answers: the receipts of what it published since it was asked last, and what it
-    still holds."""
+    still holds. `num_prepared` samples and `num_steps` of its engine count on from its start."""
 
     receipts: Sequence[Receipt] = field(default_factory=tuple)
     num_in_flight: int = 0
     num_waiting: int = 0
+    num_prepared: int = 0
+    num_steps: int = 0
     elapsed_s: float = 0.0
     rounds: Rounds = field(default_factory=Rounds)

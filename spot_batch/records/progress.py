@@ -58,6 +58,14 @@ class ActorLoading:
     progress: LoadProgress
 
 
+@dataclass(frozen=True, slots=True)
+class SilentActor:
+    """An actor that has given no sign of life for so long."""
+
+    actor: int
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     """How far a job is: what the screen, `status` and an attached command read.
@@ -77,6 +85,7 @@ class Heartbeat:
     num_actors: int = 0
     num_actors_wanted: int = 0
     loading: tuple[ActorLoading, ...] = ()
+    silent: tuple[SilentActor, ...] = ()
     tokens_per_s: float = 0.0
     rows_per_s: float = 0.0
     accepted_per_forward: float = 0.0

@@ -74,6 +74,7 @@ class Actor:
         self._in_engine: dict[int, Owed] = {}
         self._finished: dict[Purpose, list[Outcome]] = {"data": [], "audit": []}
         self._receipts: list[Receipt] = []
+        self._num_steps = 0
         self._has_published = False
         self._stopping = False
         self._runs_short, self._has_asked = False, True
@@ -135,6 +136,8 @@ class Actor:
             receipts=receipts,
             num_in_flight=num_active,
             num_waiting=max(0, num_owed - num_active),
+            num_prepared=self._intake.num_prepared,
+            num_steps=self._num_steps,
             elapsed_s=time.monotonic() - self._started_s,
             rounds=self._engine.rounds,
         )
@@ -146,8 +149,10 @@ class Actor:
             self._load()
             while not self._stopping:
                 self._admit()
-                for ended in self._engine.step() if self._engine.has_work else ():
-                    self._complete(ended)
+                if self._engine.has_work:
+                    for ended in self._engine.step():
+                        self._complete(ended)
+                    self._num_steps += 1
                 self._ask_if_short()
                 self._publish_if_due()
                 self._checkpoint_if_due()

@@ -10,7 +10,7 @@ from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.events import append_event, write_heartbeat
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.records.lending import Receipt
-from spot_batch.records.progress import Heartbeat, LoadProgress
+from spot_batch.records.progress import Heartbeat, LoadProgress, SilentActor
 from spot_batch.records.results import Rounds
 from spot_batch.service.actor import ActorInfo
 from spot_batch.service.deaths import Death
@@ -25,6 +25,7 @@ from spot_batch.service.progress import (
     describe_seconds,
     forwards_ratio,
 )
+from spot_batch.service.signs import SHOWN_AFTER_S
 from spot_batch.service.verdict import Verdict
 from spot_batch.service.workplace import Crew
 
@@ -147,6 +148,7 @@ class Chronicle:
             num_actors=crew.num_live if crew is not None else 0,
             num_actors_wanted=crew.num_wanted if crew is not None else 0,
             loading=crew.loading if crew is not None else (),
+            silent=_silent(crew.members, now_s) if crew is not None else (),
             tokens_per_s=tokens_per_s,
             rows_per_s=rows_per_s,
             accepted_per_forward=accepted_per_forward(totals),
@@ -173,3 +175,8 @@ class Chronicle:
 
     def _event(self, kind: str, **facts: str | int | float | bool | None) -> None:
         append_event(self._job, kind, **facts)
+
+
+def _silent(members: Sequence[Member], now_s: float) -> tuple[SilentActor, ...]:
+    silent = [SilentActor(each.index, round(each.signs.silent_s(now_s), 1)) for each in members]
+    return tuple(each for each in silent if each.seconds > SHOWN_AFTER_S)

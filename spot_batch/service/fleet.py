@@ -17,6 +17,7 @@ from spot_batch.service.actor import Actor, ActorInfo
 from spot_batch.service.deaths import Failure
 from spot_batch.service.embedded import Machine
 from spot_batch.service.progress import no_space
+from spot_batch.service.signs import SignsOfLife
 
 EXCHANGE_S = 0.5
 LOAD_REPORT_S = 1.0
@@ -37,6 +38,7 @@ class Member:
     loading: LoadProgress | None = None
     news: News = field(default_factory=News)
     num_published: int = 0
+    signs: SignsOfLife = field(default_factory=SignsOfLife)
 
     @property
     def rows_per_s(self) -> float:
@@ -53,6 +55,10 @@ class Fleet:
         self._machine = machine
         self._members: list[Member] = []
         self._next_index = 0
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return tuple(self._members)
 
     @property
     def num_live(self) -> int:

@@ -43,6 +43,7 @@ class Intake:
         self._held: set[int] = set()
         self._ready: deque[Owed] = deque()
         self._most = 0
+        self.num_prepared = 0
         self._ended = False
         self._failure: Exception | None = None
 
@@ -141,6 +142,7 @@ class Intake:
         ]
         with self._changed:
             self._ready.extend(owed)
+            self.num_prepared += len(owed)
             self._changed.notify_all()
 
     def _prepared(self, sample_ids: Sequence[int], *, draft_free: bool) -> list[PreparedSample]:

@@ -195,4 +195,8 @@ def describe(heartbeat: Heartbeat) -> str:
         eta = describe_seconds(heartbeat.eta_s) if heartbeat.eta_s is not None else "-"
         parts.append(f"ETA {eta}")
         parts.append(f"actors {heartbeat.num_actors}/{heartbeat.num_actors_wanted}")
+        parts += [
+            f"actor {each.actor} silent for {describe_seconds(each.seconds)}"
+            for each in heartbeat.silent[:LOADS_SHOWN]
+        ]
     return " · ".join(parts)

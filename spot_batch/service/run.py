@@ -32,6 +32,7 @@ from spot_batch.service.fleet import Answer, Member
 from spot_batch.service.leases import room_for
 from spot_batch.service.ledger import Ledger
 from spot_batch.service.progress import Exit, ProgressSink, State, no_space
+from spot_batch.service.signs import Patience
 from spot_batch.service.stopping import StopRequest, stop_on_signals
 from spot_batch.service.verdict import Verdict, verdict_at_end
 from spot_batch.service.workplace import Crew, Workplace, on_embedded_ray
@@ -92,6 +93,7 @@ class _Run:
         self.stop = StopRequest()
         self._job = job
         self._facts = facts
+        self._patience = Patience.of(job.spec)
         self._ledger = Ledger(job)
         self._chronicle = Chronicle(job, ui, self._ledger)
         self._deaths: list[Death] = []
@@ -119,6 +121,7 @@ class _Run:
                 elif not isinstance(answer, Failure):
                     crew.exchange(member, self._leases_for(member, crew))
                     self._job.reach("driver.leased")
+            self._bury_the_silent(crew)
             self._set_aside_given_up()
             if not self._ledger.is_done:  # the last parts are written without a process more
                 compaction.advance(self._ledger.durable)
@@ -174,6 +177,7 @@ class _Run:
         if isinstance(answer, Failure):
             self._bury(crew, member, answer)
         elif isinstance(answer, LoadProgress):
+            member.signs.loading(time.monotonic())
             self._chronicle.loading(member, answer)
         elif isinstance(answer, ActorInfo):
             self._welcome(crew, member, answer)
@@ -182,6 +186,7 @@ class _Run:
 
     def _welcome(self, crew: Crew, member: Member, info: ActorInfo) -> None:
         member.info = info
+        member.signs.ready(time.monotonic())
         self._facts = replace(
             self._facts,
             drafter=info.drafter,
@@ -192,6 +197,7 @@ class _Run:
 
     def _note(self, member: Member, news: News) -> None:
         member.news = news
+        member.signs.heard(news, time.monotonic())
         member.num_published += sum(receipt.num_rows for receipt in news.receipts)
         self._chronicle.rounds[member.index] = news.rounds
         self._record(news.receipts, actor=member.index)
@@ -237,6 +243,14 @@ class _Run:
         )
         self._chronicle.died(member.index, death, is_replaced=self._halt is None)
 
+    def _bury_the_silent(self, crew: Crew) -> None:
+        """Actors that answer no more, or get nothing done, are lost: others do what they held."""
+        now_s = time.monotonic()
+        for member in crew.members:
+            fault = member.signs.fault(self._patience, now_s)
+            if fault is not None:
+                self._bury(crew, member, Failure(message=fault))
+
     def _set_aside_given_up(self) -> None:
         """Rows that killed their actor each time they ran alone become error rows."""
         sample_ids = self._ledger.take_given_up()
@@ -274,7 +288,7 @@ def crashed(job: JobDirectory, sample_ids: Sequence[int]) -> list[Outcome]:
     error = RowError(
         code="actor_crash",
         stage="decode",
-        message="the actor's process died each time this sample ran alone",
+        message="its actor died, or got nothing done, each time this sample ran alone",
         attempts=job.spec.failure.row_attempts,
     )
     reader = InputReader(job.pinned)

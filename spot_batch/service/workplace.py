@@ -21,6 +21,9 @@ class Crew(Protocol):
     num_wanted: int
 
     @property
+    def members(self) -> Sequence[Member]: ...
+
+    @property
     def num_live(self) -> int: ...
 
     @property

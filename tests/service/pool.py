@@ -195,6 +195,10 @@ class PoolCrew:
         self._next_index = 0
 
     @property
+    def members(self) -> Sequence[Member]:
+        return tuple(self._members)
+
+    @property
     def num_live(self) -> int:
         return sum(member.info is not None for member in self._members)
 

@@ -126,6 +126,7 @@ class _Bench:
             load_s=0.0,
         )
         self._member = Member(0, None, None)
+        self.members = [self._member]
         self._answers: deque[Answer] = deque([info])
         return self
 
