@@ -1,8 +1,9 @@
 # Every target makes its own .venv, from nothing; Python 3.11 is all that must be there.
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 BIN := .venv/bin
-# Two processes share the tests; those that start a Ray stay in one (tests/conftest.py).
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+# So many processes share the tests; those that start a Ray stay in one (tests/conftest.py).
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: setup quickstart check measure test test-all test-gpu format wheel clean
 
