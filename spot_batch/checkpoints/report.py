@@ -19,7 +19,14 @@ from spot_batch.checkpoints.registry import (
     describe_published,
     with_weight_hash,
 )
-from spot_batch.checkpoints.shapes import Sizes, num_parameters, padded_length, tensor_shapes
+from spot_batch.checkpoints.shapes import (
+    LOGITS_FILTERED,
+    VISIT_BYTES,
+    Sizes,
+    num_parameters,
+    padded_length,
+    tensor_shapes,
+)
 from spot_batch.checkpoints.weights import (
     StoredTensor,
     has_weights,
@@ -31,11 +38,10 @@ from spot_batch.checkpoints.weights import (
 FoundIn = Literal["folder", "cache", "hub", "table"]
 
 MEMORY_FORMULA = (
-    "weights + float32 head + N prefixes of M positions + working set: 6 float32 logits for the "
-    "blocks of N sequences, and of 5 N slots (at most 1,024) the keys and values of one layer and "
-    "the activations"
+    "weights + float32 head + N prefixes of M positions + working set: 16 float32 logits for the "
+    "blocks of N sequences (at most 4 GiB of them, or one block's), and of 5 N slots (at most "
+    "1,024) the keys and values of one layer and the activations"
 )
-_LOGITS = 6  # as computed, of drawn rows, tempered, filtered, and two of a sort
 _SLOTS_A_SEQUENCE = 5  # its current state and the drafted ones of the automatic budget
 _MOST_SLOTS = 1024
 _HASHED_BYTES = 2_000_000_000
@@ -153,7 +159,8 @@ def memory_of(
 def _working_set(info: ModelInfo, num_sequences: int, num_positions: int, element: int) -> int:
     sizes, width = info.sizes, info.block_length
     num_slots = min(num_sequences * _SLOTS_A_SEQUENCE, _MOST_SLOTS)
-    logits = _LOGITS * 4 * num_sequences * width * sizes.vocab_size
+    state = LOGITS_FILTERED * 4 * width * sizes.vocab_size
+    logits = min(num_sequences * state, max(VISIT_BYTES, state))
     keys = num_slots * num_positions * sizes.kv_bytes(element) // sizes.num_layers
     activations = num_slots * width * _activations_a_row(sizes) * element
     return logits + keys + activations

@@ -21,6 +21,16 @@ KEY_STEP = 128
 """Keys are padded to a multiple of this, so that few shapes occur."""
 
 
+VISIT_BYTES = 4 << 30
+"""What the states that one call of head and transition looks at may take together; one state is
+looked at in any case."""
+
+LOGITS_GREEDY, LOGITS_SAMPLED, LOGITS_FILTERED = 4, 7, 16
+"""A state's float32 logits as often as they are held at once while it is looked at: with what is
+computed of them at temperature 0, above it, and above it with top-p or top-k (measured 3.0, 5.7
+and 14.3)."""
+
+
 def padded_length(num_keys: int) -> int:
     """Keys a slot attends over, padding included, given how many it really has."""
     return -(-num_keys // KEY_STEP) * KEY_STEP

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from spot_batch.checkpoints.shapes import VISIT_BYTES
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.distributions import StaleStore
 from spot_batch.engine.budget import MOST_SLOTS, Budget, Workload
@@ -41,7 +42,8 @@ class EngineSettings:
     measured device has use for. `gamma`: least mass of a drafted state. `crossing`: draft over the
     end of a block. `max_slots`: of one forward; a larger round runs several. `max_positions`: of
     all rows of the cache together, padding included; samples join only while each could be written
-    to its end. `longest_first`: of the waiting ones the longest joins next, so that none of them is
+    to its end. `visit_bytes`: what the states that are looked at in one call may take together.
+    `longest_first`: of the waiting ones the longest joins next, so that none of them is
     alone at the end; else the one that has waited longest.
     """
 
@@ -51,6 +53,7 @@ class EngineSettings:
     crossing: bool = True
     max_slots: int = 1024
     max_positions: int | None = None
+    visit_bytes: int = VISIT_BYTES
     longest_first: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +127,7 @@ class Engine:
             auto=self._auto,
             decode=decode,
             record_every=record_every,
+            visit_bytes=settings.visit_bytes,
         )
 
     @property

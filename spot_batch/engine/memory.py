@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 
 from spot_batch.checkpoints.shapes import padded_length
 from spot_batch.records.sampling import Request
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -41,6 +44,24 @@ class PrefixMemory:
         )
 
 
+@dataclass(slots=True)
+class Ladder:
+    """How many of `what` a call takes; half as many from then on where memory does not hold them,
+    but `least` at the least."""
+
+    what: str
+    most: int
+    least: int
+
+    def step_down(self, error: BaseException, num: int) -> None:
+        """A call with so many raised `error`. Raises it again unless memory ended and fewer are
+        still a call."""
+        if not is_out_of_memory(error) or min(self.most, num) <= self.least:
+            raise error
+        self.most = max(self.least, min(self.most, num) // 2)
+        logger.warning("out of memory: at most %d %s now", self.most, self.what)
+
+
 def longest_prefix(request: Request, block_length: int) -> int:
     """Positions that a sample's row of the cache holds at most, padding included."""
     begun = request.begun
@@ -57,10 +78,13 @@ def prefix_memory(
     share: float,
     gib: float | None = None,
     num_sharing: float = 1.0,
+    reserved: int = 0,
 ) -> PrefixMemory:
     """So many GiB if given; else a share of what is free on the device now, of which `num_sharing`
-    actors take as much each. Call it when the weights are loaded."""
-    num_bytes = gib * GIB if gib is not None else share * free_bytes(device) / num_sharing
+    actors take as much each, less what each of them has `reserved` for something else. Call it when
+    the weights are loaded."""
+    free = max(0.0, free_bytes(device) / num_sharing - reserved)
+    num_bytes = gib * GIB if gib is not None else share * free
     return PrefixMemory(num_bytes=int(num_bytes), position_bytes=position_bytes)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spot_batch.checkpoints.shapes import padded_length
-from spot_batch.engine.memory import is_out_of_memory, longest_prefix
+from spot_batch.engine.memory import Ladder, is_out_of_memory, longest_prefix
 from spot_batch.models.slots import KeptSlots, PrefixCache, SlotBatch, Target
 from spot_batch.records.sampling import Request
 
@@ -41,7 +41,8 @@ class CacheRows:
         self, target: Target, *, max_sequences: int, max_slots: int, max_positions: int | None
     ) -> None:
         self._target = target
-        self._num_rows, self._max_slots = max_sequences, max_slots
+        self._num_rows = max_sequences
+        self._slots = Ladder("slots a forward", max_slots, _LEAST_SLOTS)
         self._max_positions = max_positions
         self._is_draining = False
         width = target.block_length
@@ -71,16 +72,13 @@ class CacheRows:
             rows: list[Tensor] = []
             kept: list[tuple[KeptSlots, int]] = []
             try:
-                for part in slots.parts(self._max_slots):
+                for part in slots.parts(self._slots.most):
                     hidden = self._target.forward(part, self._cache)
                     rows.append(hidden.rows)
                     kept += [(hidden.kept, index) for index in range(len(hidden.kept))]
                 return Forwarded(rows[0] if len(rows) == 1 else torch.cat(rows), kept)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or self._max_slots <= _LEAST_SLOTS:
-                    raise
-                self._max_slots = max(_LEAST_SLOTS, min(self._max_slots, len(slots)) // 2)
-                logger.warning("out of memory: at most %d slots a forward now", self._max_slots)
+                self._slots.step_down(error, len(slots))
             if self._target.device.type == "cuda":
                 torch.cuda.empty_cache()
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spot_batch.checkpoints.shapes import LOGITS_FILTERED, LOGITS_GREEDY, LOGITS_SAMPLED
 from spot_batch.drafters.distributions import StaleStore, top_log_probs
 from spot_batch.engine.budget import Budget
+from spot_batch.engine.memory import Ladder
 from spot_batch.engine.recording import TrajectoryRecorder
 from spot_batch.engine.round import SampleSlots
 from spot_batch.engine.rows import CacheRows, Forwarded
@@ -24,6 +26,7 @@ from spot_batch.engine.tree import ROOT, Key
 from spot_batch.models.device import onto, to_host
 from spot_batch.models.slots import Target
 from spot_batch.records.results import Ended
+from spot_batch.records.sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -37,6 +40,17 @@ class _Walker:
     @property
     def sample(self) -> Sample:
         return self.slots.sample
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the target says of some states, and what it commits there: None where its logits are not
+    finite. `top` is what a trajectory keeps of them, if one is recorded."""
+
+    logits: Tensor
+    states: States
+    commits: Sequence[Key | None]
+    top: tuple[Tensor, Tensor] | None
 
 
 class Verifier:
@@ -55,10 +69,14 @@ class Verifier:
         auto: Budget | None,
         decode: Decode | None,
         record_every: int,
+        visit_bytes: int,
     ) -> None:
         self._target, self._rows = target, rows
         self._stale, self._auto = stale, auto
         self._decode, self._record_every = decode, record_every
+        self._visits = Ladder("states a visit", 1 << 30, 1)
+        self._visit_bytes = visit_bytes
+        self._logits_bytes = 4 * target.block_length * target.vocab_size
         self.num_steps = 0
 
     def walk(self, samples: Sequence[SampleSlots], forwarded: Forwarded) -> dict[int, Ended]:
@@ -78,12 +96,27 @@ class Verifier:
         return finished
 
     def _visit(
-        self,
-        walkers: Sequence[_Walker],
-        forwarded: Forwarded,
-        finished: dict[int, Ended],
+        self, walkers: Sequence[_Walker], forwarded: Forwarded, finished: dict[int, Ended]
     ) -> list[_Walker]:
-        """Apply the transition at each slot; returns the walkers that reached a drafted state."""
+        """Apply the transition at each slot, at as many at once as memory holds; returns the
+        walkers that reached a drafted state."""
+        going: list[_Walker] = []
+        left = list(walkers)
+        per_state = logits_of_a_visit([walker.sample.request.params for walker in walkers])
+        within = power_of_two(self._visit_bytes // (self._logits_bytes * per_state))
+        while left:
+            part = left[: min(within, self._visits.most)]
+            try:
+                seen = self._look(part, forwarded)
+            except (MemoryError, RuntimeError) as error:
+                self._visits.step_down(error, len(part))
+                continue
+            going += self._move(part, seen, forwarded, finished)
+            del seen, left[: len(part)]  # the logits, before there are others
+        return going
+
+    def _look(self, walkers: Sequence[_Walker], forwarded: Forwarded) -> _Seen:
+        """What the target says and does at each slot. Changes nothing, so it can be done again."""
         samples = [walker.sample for walker in walkers]
         slots = torch.tensor([walker.at for walker in walkers])
         logits = self._target.head(forwarded.rows[onto(slots, self._target.device)])
@@ -94,26 +127,40 @@ class Verifier:
             num_committed=[sample.num_committed for sample in samples],
         )
         found = to_host(decided(logits, states, samples[0].rule)).tolist()
-        made = [_commits(each) for each in found]
+        top = None
         if self._record_every:
-            self._record(samples, logits, states, made)
+            top = top_log_probs(logits, onto(states.masked, logits.device))
+        return _Seen(logits, states, [_commits(each) for each in found], top)
+
+    def _move(
+        self,
+        walkers: Sequence[_Walker],
+        seen: _Seen,
+        forwarded: Forwarded,
+        finished: dict[int, Ended],
+    ) -> list[_Walker]:
+        """Commit what was decided at each slot."""
         remembers = self._stale is not None and (self._auto is None or self._auto.wants_stale)
         going: list[_Walker] = []
         resting: list[int] = []
         for index, walker in enumerate(walkers):
-            commits, was_masked = made[index], list(walker.sample.masked)
+            sample, commits = walker.sample, seen.commits[index]
             if commits is None:
-                finished[walker.sample.row] = walker.sample.not_finite()
+                finished[sample.row] = sample.not_finite()
                 continue
+            if seen.top is not None:
+                log_prob, ids = seen.top
+                self._record(sample, commits, log_prob[index], ids[index])
+            was_masked = list(sample.masked)
             moved = self._advance(walker, commits, forwarded, finished)
             if moved is not None:
-                walker.sample.num_accepted += 1
+                sample.num_accepted += 1
                 going.append(moved)
-            elif True in walker.sample.masked and walker.sample.num_committed:
-                walker.sample.stale_masked = was_masked if remembers else None
+            elif True in sample.masked and sample.num_committed:
+                sample.stale_masked = was_masked if remembers else None
                 resting.append(index)
-        if resting and remembers:
-            self._remember(samples, resting, logits, states)
+        if remembers:
+            self._remember(walkers, resting, seen)
         return going
 
     def _advance(
@@ -147,37 +194,49 @@ class Verifier:
         sample.num_clean_passes += 1
         return _Walker(SampleSlots(sample, None, {}, {}), crossing.next_slot)
 
-    def _remember(
-        self, samples: Sequence[Sample], resting: Sequence[int], logits: Tensor, states: States
-    ) -> None:
+    def _remember(self, walkers: Sequence[_Walker], resting: Sequence[int], seen: _Seen) -> None:
         """Keep the distributions of the states that samples rest on, for the drafter."""
         assert self._stale is not None
-        device, at = self._target.device, torch.tensor(resting)
-        self._stale.put(
-            onto(torch.tensor([samples[index].row for index in resting]), device),
-            logits[onto(at, device)],
-            onto(states.masked[at], device),
-            onto(states.num_committed[at], device),
+        device, left = self._target.device, list(resting)
+        while left:
+            part = left[: self._visits.most]
+            at = torch.tensor(part)
+            try:
+                self._stale.put(
+                    onto(torch.tensor([walkers[index].sample.row for index in part]), device),
+                    seen.logits[onto(at, device)],
+                    onto(seen.states.masked[at], device),
+                    onto(seen.states.num_committed[at], device),
+                )
+            except (MemoryError, RuntimeError) as error:
+                self._visits.step_down(error, len(part))
+                continue
+            del left[: len(part)]
+
+    def _record(self, sample: Sample, commits: Key, log_prob: Tensor, ids: Tensor) -> None:
+        if sample.recorder is None:
+            sample.recorder = TrajectoryRecorder(self._record_every)
+        sample.recorder.visit(
+            start=sample.start,
+            num_committed=sample.num_committed,
+            masked=tuple(sample.masked),
+            commits=commits,
+            log_prob=log_prob,
+            ids=ids,
         )
 
-    def _record(
-        self, samples: Sequence[Sample], logits: Tensor, states: States, made: Sequence[Key | None]
-    ) -> None:
-        masked = onto(states.masked, logits.device)
-        log_prob, ids = top_log_probs(logits, masked)
-        for index, (sample, commits) in enumerate(zip(samples, made, strict=True)):
-            if commits is None:
-                continue
-            if sample.recorder is None:
-                sample.recorder = TrajectoryRecorder(self._record_every)
-            sample.recorder.visit(
-                start=sample.start,
-                num_committed=sample.num_committed,
-                masked=tuple(sample.masked),
-                commits=commits,
-                log_prob=log_prob[index],
-                ids=ids[index],
-            )
+
+def logits_of_a_visit(params: Sequence[SamplingParams]) -> int:
+    """How many times its logits each of these states takes at the most."""
+    noisy = [each for each in params if each.temperature > 0]
+    if any(each.top_p < 1.0 or each.top_k > 0 for each in noisy):
+        return LOGITS_FILTERED
+    return LOGITS_SAMPLED if noisy else LOGITS_GREEDY
+
+
+def power_of_two(num: int) -> int:
+    """The largest that is at most `num`, or 1: tiles of the head are so many states."""
+    return 1 << max(0, num.bit_length() - 1)
 
 
 def _commits(found: Sequence[int]) -> Key | None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from spot_batch.checkpoints.shapes import Sizes
 from spot_batch.models.attention import KeptKV, KVCache, SlotAttention, SlotGroup, padded_lengths
-from spot_batch.models.device import onto
+from spot_batch.models.device import GRAPH_BYTES, onto
 from spot_batch.models.slots import Hidden, SlotBatch
 from spot_batch.models.tiles import RowTiles
 
@@ -97,6 +97,12 @@ class _Captured:
     rows: Tensor
     kept: KeptKV
 
+    @property
+    def num_bytes(self) -> int:
+        """What it holds between replays, in no other graph's memory."""
+        held = (self.packed.flat, self.rows, self.kept.keys, self.kept.values)
+        return sum(tensor.nbytes for tensor in held)
+
 
 @dataclass(slots=True)
 class _Graphs:
@@ -106,6 +112,22 @@ class _Graphs:
     generation: int
     by_bucket: dict[Bucket, _Captured] = field(default_factory=dict)
     pool: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
+
+    def find(self, bucket: Bucket) -> _Captured | None:
+        """The bucket's graph, which is then the last to be dropped."""
+        captured = self.by_bucket.pop(bucket, None)
+        if captured is not None:
+            self.by_bucket[bucket] = captured
+        return captured
+
+    def keep(self, bucket: Bucket, captured: _Captured) -> None:
+        """Add a graph; those that were not used for longest go where all hold too much."""
+        self.by_bucket[bucket] = captured
+        num_bytes = sum(each.num_bytes for each in self.by_bucket.values())
+        for oldest in [each for each in self.by_bucket if each != bucket]:
+            if num_bytes <= GRAPH_BYTES:
+                return
+            num_bytes -= self.by_bucket.pop(oldest).num_bytes
 
 
 class BucketRunner:
@@ -196,7 +218,8 @@ class BucketRunner:
         graphs = self._graphs.get(cache)
         if graphs is None or graphs.generation != cache.generation:
             graphs = self._graphs[cache] = _Graphs(cache.generation)
-        if bucket not in graphs.by_bucket:
+        captured = graphs.find(bucket)
+        if captured is None:
             static = packed.onto(self._device)
             inputs = static.inputs()
             # Warming up stores what the forward stores anyway.
@@ -213,9 +236,10 @@ class BucketRunner:
             graph.replay()
             if not torch.equal(rows, expected):
                 raise RuntimeError(f"{bucket}: a graph's rows are not those of op by op")
-            graphs.by_bucket[bucket] = _Captured(graph, static, rows, kept)
+            captured = _Captured(graph, static, rows, kept)
+            graphs.keep(bucket, captured)
             logger.debug("captured %s", bucket)
-        return graphs.by_bucket[bucket]
+        return captured
 
     def _once(self, inputs: _Inputs, bucket: Bucket, cache: KVCache) -> tuple[Tensor, KeptKV]:
         """(num_slots, W, d) rows, and KV of the kept slots with fillers behind."""

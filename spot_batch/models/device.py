@@ -8,6 +8,9 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 
+GRAPH_BYTES = 2 << 30
+"""What the graphs over one cache may hold of inputs, rows and KV between their replays."""
+
 
 def choose_device(wanted: str) -> torch.device:
     """`auto` is a GPU where there is one; anything else is taken by its word."""

@@ -14,13 +14,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from spot_batch.checkpoints.registry import ModelInfo, resolve_model
+from spot_batch.checkpoints.shapes import LOGITS_FILTERED, VISIT_BYTES
 from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.base import Drafter
 from spot_batch.drafters.registry import choose_drafter, load_drafter
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.measure import measure_latency
-from spot_batch.engine.memory import GIB, PrefixMemory, prefix_memory
+from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, prefix_memory
 from spot_batch.engine.stops import Decode
 from spot_batch.inputs.prepare import RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader
@@ -28,6 +29,7 @@ from spot_batch.inputs.render import PromptRenderer
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.measured import claim_numerics, keep_latency, latency_path, read_latency
+from spot_batch.models.device import GRAPH_BYTES
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.progress import LoadProgress, LoadReport, unreported
 from spot_batch.records.results import Begun, Ended, Rounds
@@ -92,8 +94,11 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
     else:
         measure_numerics(target)  # for ModelError: fast or not, its forward must be finite
     proposer = load_drafter(drafter, block_length=info.block_length, device=device)
-    memory = _prefix_memory(spec, target)
-    settings = replace(engine_settings(spec, device), max_positions=max(1, memory.num_positions))
+    settings = engine_settings(spec, device)
+    memory, visit_bytes = _memory(spec, target, settings.max_sequences)
+    settings = replace(
+        settings, max_positions=max(1, memory.num_positions), visit_bytes=visit_bytes
+    )
     latency = None
     if settings.budget == "auto" and proposer is not None:
         latency = _latency(job, target, proposer, info, settings)
@@ -154,9 +159,9 @@ def text_of(tokenizer: PreTrainedTokenizerFast) -> Decode:
     return text
 
 
-def _prefix_memory(spec: JobSpec, target: BlockTarget) -> PrefixMemory:
-    """What an actor may fill with prefixes: the actors of a CPU share its memory, those of a GPU
-    share it as they share the GPU."""
+def _memory(spec: JobSpec, target: BlockTarget, max_sequences: int) -> tuple[PrefixMemory, int]:
+    """What an actor may fill with prefixes, and with what it computes of logits: the actors of a
+    CPU share its memory, those of a GPU share it as they share the GPU."""
     resources = spec.resources
     if target.device.type == "cpu":
         at_most = max(1, len(os.sched_getaffinity(0)) // resources.num_threads)
@@ -164,15 +169,19 @@ def _prefix_memory(spec: JobSpec, target: BlockTarget) -> PrefixMemory:
     else:
         part = resources.gpus_per_actor
         num_sharing = 1.0 if part == "auto" or part >= 1.0 or part == 0.0 else 1.0 / part
+    state = LOGITS_FILTERED * 4 * target.block_length * target.vocab_size
+    visit_bytes = min(VISIT_BYTES, int(free_bytes(target.device) / num_sharing / 4))
+    graphs = GRAPH_BYTES if target.device.type == "cuda" else 0
     memory = prefix_memory(
         target.device,
         position_bytes=target.body.sizes.kv_bytes(target.dtype.itemsize),
         share=resources.prefix_share,
         gib=resources.prefix_gib,
         num_sharing=num_sharing,
+        reserved=min(max_sequences * state, max(visit_bytes, state)) + graphs,
     )
     logger.info("%.1f GiB for prefixes", memory.num_bytes / GIB)
-    return memory
+    return memory, visit_bytes
 
 
 def _latency(

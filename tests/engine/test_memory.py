@@ -6,17 +6,23 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from spot_batch.checkpoints.shapes import LOGITS_FILTERED, LOGITS_GREEDY, LOGITS_SAMPLED
+from spot_batch.drafters.distributions import StaleStore
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, prefix_memory
+from spot_batch.engine.transition import Rule, States, decided
+from spot_batch.engine.walk import logits_of_a_visit
 from spot_batch.models.attention import KVCache
 from spot_batch.models.slots import Hidden, PrefixCache, SlotBatch
 from spot_batch.records.results import Completion
-from spot_batch.records.sampling import Request
+from spot_batch.records.sampling import Request, SamplingParams
 from tests.exact.harness import decode_all, mixed_requests, same_sample
 from tests.exact.mock_target import IntegerCache, IntegerTarget
 from tests.slots import NUM_LETTERS
@@ -56,6 +62,21 @@ class SmallDevice(IntegerTarget):
         return super().forward(slots, cache)
 
 
+class SmallHead(IntegerTarget):
+    """The head of so many states fits."""
+
+    def __init__(self, *, states: int, error: BaseException) -> None:
+        super().__init__(block_length=WIDTH, seed=5, vocab_size=NUM_LETTERS + 4)
+        self._states, self._error = states, error
+        self.sizes: list[int] = []
+
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) > self._states:
+            raise self._error
+        self.sizes.append(len(rows))
+        return super().head(rows)
+
+
 def requests() -> list[Request]:
     return mixed_requests(num=8, max_new_tokens=14, lengths=(0, 3, 4, 5, 9, 1, 2, 20))
 
@@ -83,6 +104,86 @@ def test_a_forward_that_does_not_fit_is_run_in_halves(
         check(decode_all(target, RankingDrafter(), settings, requests()))
     assert 1 <= target.num_refused <= 4
     assert "slots a forward now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError(MESSAGE), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_visits_that_do_not_fit_are_made_in_halves(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = SmallHead(states=1, error=error)
+    with caplog.at_level(logging.WARNING):
+        check(
+            decode_all(
+                target, RankingDrafter(), EngineSettings(max_sequences=6, budget=4), requests()
+            )
+        )
+    assert "at most 1 states a visit now" in caplog.text
+    assert max(target.sizes) == 1
+
+
+def test_distributions_that_do_not_fit_are_kept_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, refused = StaleStore.put, []
+
+    def small(self: StaleStore, rows: torch.Tensor, *given: torch.Tensor) -> None:
+        if len(rows) > 1:
+            refused.append(len(rows))
+            raise MemoryError
+        put(self, rows, *given)
+
+    monkeypatch.setattr(StaleStore, "put", small)
+    target = SmallHead(states=100, error=MemoryError())
+    settings = EngineSettings(max_sequences=6, budget=4)
+    check(decode_all(target, RankingDrafter(), settings, requests()))
+    assert refused
+
+
+@pytest.mark.parametrize("num_states", [1, 3])
+def test_visits_stay_within_their_bytes(num_states: int) -> None:
+    target = SmallHead(states=100, error=MemoryError())
+    state = LOGITS_FILTERED * 4 * WIDTH * target.vocab_size
+    settings = EngineSettings(max_sequences=6, budget=4, visit_bytes=num_states * state)
+    filtered = [
+        replace(each, params=replace(each.params, temperature=1.0, top_p=0.9))
+        for each in requests()
+    ]
+    found = decode_all(target, RankingDrafter(), settings, filtered)
+    assert max(target.sizes) == min(num_states, 2), "a power of two"
+    alone = decode_all(target, None, EngineSettings(max_sequences=1), filtered)
+    expected = {done.sample_id: done for done in alone}
+    assert all(same_sample(done, expected[done.sample_id]) for done in found)
+
+
+@pytest.mark.parametrize(
+    ("times", "given"),
+    [
+        (LOGITS_GREEDY, {}),
+        (LOGITS_SAMPLED, {"temperature": 0.8}),
+        (LOGITS_FILTERED, {"temperature": 0.8, "top_p": 0.95, "top_k": 20}),
+    ],
+)
+def test_a_visit_takes_no_more_logits_than_are_counted(times: int, given: dict[str, float]) -> None:
+    params = SamplingParams(max_new_tokens=4, **given)  # type: ignore[arg-type]
+    num, vocab_size = 8, 50_000
+    states = States.of(
+        [Request(sample_id=at, prompt_ids=(), noise_key=at, params=params) for at in range(num)],
+        masked=torch.ones(num, WIDTH, dtype=torch.bool),
+        start=[0] * num,
+        num_committed=[0] * num,
+    )
+    logits = torch.randn(num, WIDTH, vocab_size, generator=torch.Generator().manual_seed(0))
+    with (
+        torch.inference_mode(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p,
+    ):
+        decided(logits, states, Rule.of(params))
+    assert p.profiler is not None
+    events = [each for each in p.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = list(accumulate(each.nbytes() for each in sorted(events, key=lambda e: e.start_ns())))
+    most = 1 + max(held) / logits.nbytes
+    assert times / 2 < most <= times
+    assert logits_of_a_visit([params]) == times
 
 
 def test_prefixes_that_do_not_fit_let_fewer_samples_fly(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,6 +313,10 @@ def test_memory_is_a_share_of_what_is_free_or_what_the_spec_says() -> None:
     assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     half = prefix_memory(cpu, position_bytes=8, share=0.5, num_sharing=2.0)
     assert half.num_bytes == pytest.approx(free / 4, rel=0.2)
+    less = prefix_memory(cpu, position_bytes=8, share=0.5, num_sharing=2.0, reserved=free // 4)
+    assert less.num_bytes == pytest.approx(free / 8, rel=0.2)
+    none = prefix_memory(cpu, position_bytes=8, share=0.5, reserved=2 * free)
+    assert none.num_bytes == 0
     assert prefix_memory(cpu, position_bytes=8, share=0.5, gib=1.5).num_bytes == 3 * GIB // 2
 
 
