@@ -16,7 +16,16 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 _MEMINFO = Path("/proc/meminfo")
-_LIMIT, _USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (  # of versions 2 and 1: limit, usage, and the pages in it that can be dropped
+    ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +109,26 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _available(_MEMINFO.read_text(encoding="ascii"))
-    if _LIMIT.is_file() and (limit := _LIMIT.read_text(encoding="ascii").strip()) != "max":
-        free = min(free, max(0, int(limit) - int(_USED.read_text(encoding="ascii"))))
-    return free
+    within = free_in_cgroup(_CGROUPS)
+    return free if within is None else min(free, within)
+
+
+def free_in_cgroup(folder: Path) -> int | None:
+    """What a container may still take; None where it has no limit. Files that were read count as
+    used there, and are dropped when something else wants their pages: they count as free here."""
+    for limit_file, used_file, stat_file, droppable in _CGROUP_FILES:
+        if not (folder / limit_file).is_file():
+            continue
+        limit, used, stat = (
+            (folder / name).read_text(encoding="ascii").strip()
+            for name in (limit_file, used_file, stat_file)
+        )
+        if limit == "max":
+            return None
+        pages = dict(line.split() for line in stat.splitlines())
+        cached = sum(int(pages.get(name, 0)) for name in droppable)
+        return max(0, int(limit) - max(0, int(used) - cached))
+    return None
 
 
 def _available(meminfo: str) -> int:

@@ -69,18 +69,18 @@ class _Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class Packed:
     """Inputs one behind the other, so that they go to the device in one copy."""
 
     flat: Tensor
     shapes: Sequence[torch.Size]
 
     @classmethod
-    def of(cls, *inputs: Tensor) -> _Packed:
+    def of(cls, *inputs: Tensor) -> Packed:
         return cls(torch.cat([each.reshape(-1) for each in inputs]), [x.shape for x in inputs])
 
-    def onto(self, device: torch.device) -> _Packed:
-        return _Packed(onto(self.flat, device), self.shapes)
+    def onto(self, device: torch.device) -> Packed:
+        return Packed(onto(self.flat, device), self.shapes)
 
     def inputs(self) -> _Inputs:
         """Views."""
@@ -89,11 +89,11 @@ class _Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
     """A graph, the memory that it reads, and the memory that it leaves rows and KV in."""
 
     graph: torch.cuda.CUDAGraph
-    packed: _Packed
+    packed: Packed
     rows: Tensor
     kept: KeptKV
 
@@ -105,22 +105,22 @@ class _Captured:
 
 
 @dataclass(slots=True)
-class _Graphs:
+class Graphs:
     """The graphs over one cache's memory. Their own memory is shared by them, and by no others:
     a pool that all its graphs have left takes no new ones."""
 
     generation: int
-    by_bucket: dict[Bucket, _Captured] = field(default_factory=dict)
+    by_bucket: dict[Bucket, Captured] = field(default_factory=dict)
     pool: Any = field(default_factory=lambda: torch.cuda.graph_pool_handle())
 
-    def find(self, bucket: Bucket) -> _Captured | None:
+    def find(self, bucket: Bucket) -> Captured | None:
         """The bucket's graph, which is then the last to be dropped."""
         captured = self.by_bucket.pop(bucket, None)
         if captured is not None:
             self.by_bucket[bucket] = captured
         return captured
 
-    def keep(self, bucket: Bucket, captured: _Captured) -> None:
+    def keep(self, bucket: Bucket, captured: Captured) -> None:
         """Add a graph; those that were not used for longest go where all hold too much."""
         self.by_bucket[bucket] = captured
         num_bytes = sum(each.num_bytes for each in self.by_bucket.values())
@@ -152,7 +152,7 @@ class BucketRunner:
         self._width, self._mask_id, self._device = width, mask_id, device
         self._any_length, self._is_off = any_length, False
         # Weak: graphs must not outlive the cache, nor keep the memory of one that is gone.
-        self._graphs: WeakKeyDictionary[KVCache, _Graphs] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[KVCache, Graphs] = WeakKeyDictionary()
 
     def bucket(self, slots: SlotBatch, cache: KVCache) -> Bucket | None:
         """The smallest that holds the slots; None where none does."""
@@ -214,10 +214,10 @@ class BucketRunner:
             captured.rows[:num_slots].clone(), KeptKV(kept.keys.clone(), kept.values.clone())
         )
 
-    def _captured(self, packed: _Packed, bucket: Bucket, cache: KVCache) -> _Captured:
+    def _captured(self, packed: Packed, bucket: Bucket, cache: KVCache) -> Captured:
         graphs = self._graphs.get(cache)
         if graphs is None or graphs.generation != cache.generation:
-            graphs = self._graphs[cache] = _Graphs(cache.generation)
+            graphs = self._graphs[cache] = Graphs(cache.generation)
         captured = graphs.find(bucket)
         if captured is None:
             static = packed.onto(self._device)
@@ -236,7 +236,7 @@ class BucketRunner:
             graph.replay()
             if not torch.equal(rows, expected):
                 raise RuntimeError(f"{bucket}: a graph's rows are not those of op by op")
-            captured = _Captured(graph, static, rows, kept)
+            captured = Captured(graph, static, rows, kept)
             graphs.keep(bucket, captured)
             logger.debug("captured %s", bucket)
         return captured
@@ -270,7 +270,7 @@ class BucketRunner:
         ).last_hidden_state
         return rows.view(bucket.num_slots, self._width, -1), attention.kept_kv()
 
-    def _packed(self, slots: SlotBatch, bucket: Bucket) -> _Packed:
+    def _packed(self, slots: SlotBatch, bucket: Bucket) -> Packed:
         run = slots.padded(bucket.num_slots, fill=self._mask_id)
         offsets = torch.arange(self._width)
         num_seen = (run.sees >= 0).sum(1, keepdim=True)
@@ -295,7 +295,7 @@ class BucketRunner:
             stored=stored,
             kept=kept,
         )
-        return _Packed.of(*(getattr(inputs, each.name) for each in fields(inputs)))
+        return Packed.of(*(getattr(inputs, each.name) for each in fields(inputs)))
 
 
 def _num_keys(slots: SlotBatch) -> Tensor:

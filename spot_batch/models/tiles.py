@@ -131,6 +131,7 @@ class LinearShape:
     num_in: int
     num_out: int
     bias: bool
+    dtype: torch.dtype
 
 
 @torch.inference_mode()
@@ -150,7 +151,8 @@ def proven_tiles(
     shapes: dict[LinearShape, TiledLinear] = {}
     for linear in linears:
         num_out, num_in = linear.weight.shape
-        shapes.setdefault(LinearShape(num_in, num_out, linear.bias is not None), linear)
+        shape = LinearShape(num_in, num_out, linear.bias is not None, linear.weight.dtype)
+        shapes.setdefault(shape, linear)
     agreeing = {(a, b): True for a in sizes for b in sizes}
     for number, (shape, linear) in enumerate(
         sorted(shapes.items(), key=lambda item: repr(item[0]))

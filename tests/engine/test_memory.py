@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from spot_batch.checkpoints.shapes import LOGITS_FILTERED, LOGITS_GREEDY, LOGITS
 from spot_batch.drafters.distributions import StaleStore
 from spot_batch.drafters.ranking import RankingDrafter
 from spot_batch.engine.engine import Engine, EngineSettings
-from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, prefix_memory
+from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, free_in_cgroup, prefix_memory
 from spot_batch.engine.transition import Rule, States, decided
 from spot_batch.engine.walk import logits_of_a_visit
 from spot_batch.models.attention import KVCache
@@ -318,6 +319,24 @@ def test_memory_is_a_share_of_what_is_free_or_what_the_spec_says() -> None:
     none = prefix_memory(cpu, position_bytes=8, share=0.5, reserved=2 * free)
     assert none.num_bytes == 0
     assert prefix_memory(cpu, position_bytes=8, share=0.5, gib=1.5).num_bytes == 3 * GIB // 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_that_were_read_leave_a_container_its_memory(tmp_path: Path, version: int) -> None:
+    names = {
+        1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+        2: ("memory.max", "memory.current", "memory.stat"),
+    }[version]
+    before = "total_" if version == 1 else ""
+    stat = f"anon 1000\n{before}inactive_file 5000\n{before}active_file 700\n"
+    assert free_in_cgroup(tmp_path) is None
+    for name, text in zip(names, ("10000\n", "7200\n", stat), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_in_cgroup(tmp_path) == 10_000 - (7200 - 5700)
+    if version == 2:
+        (tmp_path / "memory.max").write_text("max\n")
+        assert free_in_cgroup(tmp_path) is None
 
 
 def test_a_cache_keeps_what_it_holds_at_another_size() -> None:

@@ -15,7 +15,15 @@ from spot_batch.engine.engine import EngineSettings
 from spot_batch.models import buckets as buckets_module
 from spot_batch.models.attention import KeptKV, KVCache
 from spot_batch.models.block import BlockTarget, load_target
-from spot_batch.models.buckets import PROVEN, Bucket, BucketRunner, lengths_agree
+from spot_batch.models.buckets import (
+    PROVEN,
+    Bucket,
+    BucketRunner,
+    Captured,
+    Graphs,
+    Packed,
+    lengths_agree,
+)
 from spot_batch.models.slots import Hidden, SlotBatch
 from tests.engine.test_transfers import OnDevice
 from tests.exact.harness import bits_equal, decode_all, mixed_requests, same_sample
@@ -216,6 +224,28 @@ def test_a_bucket_ends_where_the_cache_does_if_that_length_was_tried(make: Make)
         letters(1, width, seeded(0)), start=torch.tensor([2048]), row=torch.zeros(1).long()
     )
     assert runner.bucket(deep, target.allocate(1, 2100)) is None, "2176 keys were not tried"
+
+
+def test_graphs_hold_no_more_than_their_bytes_and_the_oldest_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def captured(num: int) -> Captured:
+        nothing = torch.empty(0, 0)
+        packed = Packed.of(torch.zeros(num // 2, dtype=torch.uint8))
+        rows = torch.zeros(num - num // 2, dtype=torch.uint8)
+        return Captured(None, packed, rows, KeptKV(nothing, nothing))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(buckets_module, "GRAPH_BYTES", 100)
+    graphs = Graphs(generation=0, pool=None)
+    one, two, three, large = (Bucket(size, 128, 1, 0, 0) for size in (1, 2, 3, 4))
+    graphs.keep(one, captured(40))
+    graphs.keep(two, captured(40))
+    assert graphs.find(one) is not None
+    graphs.keep(three, captured(41))
+    assert list(graphs.by_bucket) == [one, three], "the one that was used last stays"
+    assert graphs.find(two) is None
+    graphs.keep(large, captured(1000))
+    assert list(graphs.by_bucket) == [large], "the one that runs now is kept whatever it holds"
 
 
 def test_a_cache_says_when_its_memory_moved(make: Make) -> None:

@@ -54,6 +54,22 @@ def test_sizes_whose_bits_differ_are_kept_apart(monkeypatch: pytest.MonkeyPatch)
     assert proven_tiles([linear], 4) == (1, 2, 4, 8)
 
 
+def test_linears_of_one_shape_and_two_dtypes_are_both_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = torch.nn.functional.linear
+
+    def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        wrong = rows.dtype == torch.float32 and len(rows) == 8
+        return real(rows, weight, bias) + (1e-3 if wrong else 0.0)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fickle)
+    narrow = TiledLinear(torch.nn.Linear(16, 8, dtype=torch.bfloat16), RowTiles(4, None))
+    wide = TiledLinear(torch.nn.Linear(16, 8), RowTiles(4, None))
+    assert proven_tiles([narrow, wide], 4, sizes=(1, 2, 4)) == (1, 4)
+    assert proven_tiles([narrow], 4, sizes=(1, 2, 4)) == (1, 2, 4)
+
+
 def test_an_anchored_class_holds_its_anchor_and_what_agrees_with_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
