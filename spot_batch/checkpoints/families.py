@@ -89,24 +89,57 @@ EDITING = (
     "edits tokens that are committed already, so no commit is final; its mask-to-token mode is not "
     "offered: take LLaDA2.0"
 )
+_UNSURE_OF_EDITING = (
+    "neither its files nor its name say whether it is LLaDA2.0 or a later version, which edits "
+    "tokens that are committed already; it is taken for LLaDA2.0"
+)
 AUTOREGRESSIVE = "is autoregressive: it has no mask id and writes from left to right only"
 
+_FULL_ATTENTION_NAME = re.compile(r"^(GSAI-ML/LLaDA-|inclusionAI/LLaDA-MoE|Dream-org/Dream)", re.I)
+_DIFFUSION_GEMMA_NAME = re.compile(r"^google/diffusion-?gemma", re.I)
+_AUTOREGRESSIVE_NAME = re.compile(r"^Qwen/Qwen\d", re.I)
 _LLADA2_NAME = re.compile(r"llada[-_ ]?2[._-](\d+)(?![\db])", re.IGNORECASE)
 _EDITING_VERSIONS = ("1", "2")
+_EDITING_CODE = "editing_threshold"  # what generation takes in the code that LLaDA2.1 brings along
 _AUTOREGRESSIVE = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
-def family_of(target: str, names: tuple[str, ...], config: Mapping[str, Any]) -> Family:
+def family_of(
+    target: str,
+    names: tuple[str, ...],
+    config: Mapping[str, Any],
+    *,
+    code: str = "",
+    notes: list[str] | None = None,
+) -> Family:
     """The family of a config; `names` are what the checkpoint is called, to know its kin by.
 
-    Raises ModelError with the reason for one that is not supported.
+    `code`: what its own modelling code says, which is read and never run. `notes` gets a sentence
+    where nothing tells whether it is one that edits. Raises ModelError with the reason for one that
+    is not supported.
     """
     known = _by_architecture(config)
     if known is None:
         raise ModelError(f"{target}: {_why_not(config)}")
-    if known.name == "llada2" and _edits(names, config):
-        raise ModelError(f"{target}: {EDITING}")
+    if known.name == "llada2":
+        edits = _edits(names, config, code)
+        if edits:
+            raise ModelError(f"{target}: {EDITING}")
+        if edits is None and notes is not None:
+            notes.append(f"{target}: {_UNSURE_OF_EDITING}")
     return known
+
+
+def refused_by_name(hub_id: str) -> str | None:
+    """Why a published checkpoint is not supported, where its name alone tells; None for others."""
+    versions = _LLADA2_NAME.findall(hub_id)
+    if versions and versions[-1] in _EDITING_VERSIONS:
+        return f"it {EDITING}"
+    if _FULL_ATTENTION_NAME.match(hub_id):
+        return f"it {_FULL_ATTENTION}"
+    if _DIFFUSION_GEMMA_NAME.match(hub_id):
+        return f"it {REFUSED['DiffusionGemmaForBlockDiffusion']}"
+    return f"it {AUTOREGRESSIVE}" if _AUTOREGRESSIVE_NAME.match(hub_id) else None
 
 
 def architectures_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -126,13 +159,20 @@ def _by_architecture(config: Mapping[str, Any]) -> Family | None:
     return None
 
 
-def _edits(names: tuple[str, ...], config: Mapping[str, Any]) -> bool:
-    named = (*names, str(config.get("_name_or_path", "")), str(config.get("model_type", "")))
-    # A path may hold another version's name: the last one is the checkpoint's.
-    versions = [found[-1] for name in named if (found := _LLADA2_NAME.findall(name))]
-    return any(version in _EDITING_VERSIONS for version in versions) or any(
-        "edit" in str(key).lower() for key in config
-    )
+def _edits(names: tuple[str, ...], config: Mapping[str, Any], code: str) -> bool | None:
+    """Whether a LLaDA2 edits what it has committed: by its files, else by what it is called; None
+    where neither tells."""
+    if any("edit" in str(key).lower() for key in config) or _EDITING_CODE in code:
+        return True
+    of_files = (str(config.get("_name_or_path", "")), str(config.get("model_type", "")))
+    for known in (of_files, names):
+        # A path may hold another version's name: the last one is the checkpoint's.
+        versions = [found[-1] for name in known if (found := _LLADA2_NAME.findall(name))]
+        if versions:
+            return any(version in _EDITING_VERSIONS for version in versions)
+        if known is of_files and code:
+            return False
+    return None
 
 
 def _why_not(config: Mapping[str, Any]) -> str:

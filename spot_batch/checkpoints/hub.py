@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from spot_batch.checkpoints.errors import ModelError
+from spot_batch.checkpoints.families import refused_by_name
 from spot_batch.records.progress import LoadProgress, LoadReport, unreported
 
 logger = logging.getLogger(__name__)
 
 _PACKAGED = Path(__file__).parent.parent / "assets" / "targets"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+# Code is read as text, to tell versions apart, and never run.
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "modeling_llada2*.py")
 _SOON_S = 0.2  # a lock that nobody holds is ours by then
 
 
@@ -84,6 +86,9 @@ def download(
         XetDownloadError,
     )
 
+    refused = refused_by_name(target)
+    if refused is not None:
+        raise ModelError(f"{target}: {refused}")
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
         with _alone(target, report) if not constants.is_offline_mode() else nullcontext():

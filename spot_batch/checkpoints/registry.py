@@ -211,18 +211,22 @@ class _Folder:
     @classmethod
     def read(cls, target: str, path: Path) -> _Folder:
         names, config = names_of(target, path), read_json(path / "config.json")
-        family = family_of(target, names, config)
+        notes: list[str] = []
         generation = path / "generation_config.json"
+        said = read_json(generation) if generation.is_file() else {}
+        # What either file says of editing counts.
+        edits = {key: value for key, value in said.items() if "edit" in key.lower()}
+        family = family_of(target, names, {**config, **edits}, code=_code_of(path), notes=notes)
         return cls(
             target,
             names,
             config,
-            read_json(generation) if generation.is_file() else {},
+            said,
             family,
             read_sizes(config, family, str(path / "config.json")),
             load_tokenizer(path),
             ids_of_texts(path),
-            [],
+            notes,
         )
 
     def block_length(self, given: int | None) -> int:
@@ -318,6 +322,12 @@ class _Folder:
                 f"{self.target}: the tokenizer has no {' and no '.join(absent)} to end samples at"
             )
         return tuple(sorted(found - {mask}))
+
+
+def _code_of(path: Path) -> str:
+    """The modelling code that a folder brings along, as text: it tells versions apart."""
+    files = sorted(path.glob("modeling_llada2*.py"))
+    return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def _taken(

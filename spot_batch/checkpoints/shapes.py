@@ -12,6 +12,7 @@ from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.families import Family
 from spot_batch.checkpoints.json_files import Fields
 
+_ROTARY = ("rope_theta", "partial_rotary_factor")  # what newer files have in rope_parameters
 _MOST_PARTS = 1_000_000  # a config that says more is damaged, and would fill the memory here
 
 Shape = tuple[int, ...]
@@ -72,8 +73,7 @@ class Sizes:
 
 def read_sizes(config: Mapping[str, Any], family: Family, where: str) -> Sizes:
     """The sizes of a config.json; ModelError names the field that is missing or of no use."""
-    if not _is_plain_rope(config.get("rope_scaling")):
-        raise ModelError(f"{where}: rope_scaling {config['rope_scaling']!r} is not supported")
+    config = with_rotary(config, where)
     if config.get("quantization_config") is not None:
         raise ModelError(f"{where}: quantised weights are not supported")
     read = Fields(config, where)
@@ -105,11 +105,32 @@ def read_sizes(config: Mapping[str, Any], family: Family, where: str) -> Sizes:
     )
 
 
-def _is_plain_rope(scaling: object) -> bool:
-    """Newer files spell out that nothing is scaled."""
-    if isinstance(scaling, Mapping):
-        return bool(scaling.get("rope_type", scaling.get("type")) == "default")
-    return scaling is None
+def with_rotary(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A config.json with its rotary fields at the top, where newer files have them one below.
+
+    Raises ModelError for a rotation that is scaled, and where a field is said twice and otherwise.
+    """
+    scaling, below = config.get("rope_scaling"), config.get("rope_parameters") or {}
+    if scaling is not None and (
+        not isinstance(scaling, Mapping) or _rope_type(scaling) != "default"
+    ):
+        raise ModelError(f"{where}: rope_scaling {scaling!r} is not supported")
+    if not isinstance(below, Mapping):
+        raise ModelError(f"{where}: rope_parameters must be an object, got {below!r}")
+    if _rope_type(below, "default") != "default":
+        raise ModelError(f"{where}: rope_type {_rope_type(below)!r} is not supported")
+    fields = {name: below[name] for name in _ROTARY if below.get(name) is not None}
+    for name, value in fields.items():
+        if config.get(name) not in (None, value):
+            raise ModelError(
+                f"{where}: {name} is {config[name]!r}, and {value!r} in rope_parameters"
+            )
+    return {**config, **fields}
+
+
+def _rope_type(rope: Mapping[str, Any], default: str | None = None) -> object:
+    """How a rotation is scaled; older files call it `type`."""
+    return rope.get("rope_type", rope.get("type", default))
 
 
 def _no_experts(read: Fields, num_layers: int) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.shapes import Sizes
 
 HEAD = "lm_head.weight"
@@ -65,16 +63,6 @@ class Body:
         if self.sizes.is_tied:
             del tensors[HEAD]
         return tensors
-
-
-def with_rope(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A config.json with its rotary fields at the top, where newer files have them one below."""
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError(f"{where}: rope_parameters must be an object, got {rope!r}")
-    if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"{where}: rope_type {rope['rope_type']!r} is not supported")
-    return {**rope, **config}
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.json_files import Fields
-from spot_batch.checkpoints.shapes import Experts, Sizes
+from spot_batch.checkpoints.shapes import Experts, Sizes, with_rotary
 from spot_batch.models.attention import SlotAttention, slot_attention
-from spot_batch.models.body import Body, Network, with_rope, without_memory
+from spot_batch.models.body import Body, Network, without_memory
 from spot_batch.models.experts import best
 
 
@@ -273,7 +273,7 @@ _NEEDED = (
 
 def llada2_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> Llada2Config:
     """A config.json, read; ModelError for a field that is missing, or of a model not offered."""
-    config = with_rope(config, where)
+    config = with_rotary(config, where)
     missing = [name for name in _NEEDED if type(config.get(name)) not in (int, float)]
     if missing:
         raise ModelError(f"{where}: {', '.join(missing)} must be given, as numbers")

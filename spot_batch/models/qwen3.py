@@ -13,9 +13,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.json_files import Fields
-from spot_batch.checkpoints.shapes import Sizes
+from spot_batch.checkpoints.shapes import Sizes, with_rotary
 from spot_batch.models.attention import ATTENTION_NAME
-from spot_batch.models.body import Body, Network, with_rope, without_memory
+from spot_batch.models.body import Body, Network, without_memory
 from spot_batch.models.experts import best
 
 
@@ -93,7 +93,7 @@ def qwen3_moe_config(config: Mapping[str, Any], sizes: Sizes, *, where: str) -> 
 
 
 def _common(config: Mapping[str, Any], sizes: Sizes, where: str) -> dict[str, Any]:
-    config = with_rope(config, where)
+    config = with_rotary(config, where)
     if config.get("use_sliding_window"):
         raise ModelError(f"{where}: use_sliding_window is not supported")
     activation = config.get("hidden_act", "silu")

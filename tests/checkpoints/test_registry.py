@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from spot_batch.checkpoints.errors import ModelError
 from spot_batch.checkpoints.registry import resolve_model
+from spot_batch.checkpoints.report import describe_target
 from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.models.block import load_target
 from tests.families import save_tensors, write_checkpoint
@@ -118,9 +119,9 @@ def test_a_stop_text_that_no_file_names_is_found_and_a_mask_ends_nothing(folder:
 
 
 def test_a_tokenizer_without_the_familys_end_of_turn_is_warned_about(tmp_path: Path) -> None:
-    info = resolve_model(str(write_checkpoint(tmp_path / "mine", "llada2")))
+    info = resolve_model(str(write_checkpoint(tmp_path / "LLaDA2.0", "llada2")))
     assert info.warnings == (
-        f"{tmp_path / 'mine'}: the tokenizer has no <|role_end|> to end samples at",
+        f"{tmp_path / 'LLaDA2.0'}: the tokenizer has no <|role_end|> to end samples at",
     )
 
 
@@ -364,3 +365,90 @@ def test_rope_scaling_is_refused_not_ignored(folder: Path) -> None:
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="dtype must be auto or one of"):
         load_target(resolve_model(str(folder)), dtype="float8")
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "reason"),
+    [
+        ("inclusionAI/LLaDA2.1-mini", "edits tokens that are committed already"),
+        ("inclusionAI/LLaDA2.1-flash", "edits tokens that are committed already"),
+        ("Dream-org/Dream-v0-Instruct-7B", "attends to its whole canvas"),
+        ("GSAI-ML/LLaDA-8B-Instruct", "attends to its whole canvas"),
+        ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "attends to its whole canvas"),
+        ("google/diffusiongemma-26b", "starts from random tokens"),
+        ("Qwen/Qwen3-8B", "is autoregressive"),
+    ],
+)
+def test_what_a_name_alone_refuses_is_refused_without_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_id: str, reason: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=f"^{hub_id}: it .*{reason}"):
+        resolve_model(hub_id)
+    with pytest.raises(ModelError, match=f"^{hub_id}: it .*{reason}"):
+        describe_target(hub_id, check=lambda info: None)
+
+
+EDITS = "def generate(self, editing_threshold=0.9): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "changes"),
+    [
+        ("mine", EDITS, {}),
+        ("LLaDA2.0-mini", EDITS, {}),
+        ("LLaDA2.0-mini", "", {"_name_or_path": "inclusionAI/LLaDA2.1-mini"}),
+    ],
+)
+def test_an_editing_model_under_another_name_is_known_by_its_files(
+    tmp_path: Path, name: str, code: str, changes: dict[str, object]
+) -> None:
+    folder = write_checkpoint(tmp_path / name, "llada2", **changes)
+    if code:
+        (folder / "modeling_llada2_moe.py").write_text(code)
+    with pytest.raises(ModelError, match="edits tokens that are committed already"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("def generate(self, threshold=0.95): ...\n", {}),
+        ("", {"_name_or_path": "inclusionAI/LLaDA2.0-mini"}),
+    ],
+)
+def test_a_llada2_0_in_a_folder_of_another_version_is_known_by_its_files(
+    tmp_path: Path, code: str, changes: dict[str, object]
+) -> None:
+    folder = write_checkpoint(tmp_path / "beside-LLaDA2.1", "llada2", **changes)
+    if code:
+        (folder / "modeling_llada2_moe.py").write_text(code)
+    info = resolve_model(str(folder))
+    assert info.family.name == "llada2"
+    assert not any("LLaDA2.0 or a later" in each for each in info.warnings)
+
+
+def test_a_llada2_that_does_not_tell_its_version_is_warned_about(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "mine", "llada2")
+    said = "neither its files nor its name say whether it is LLaDA2.0 or a later version"
+    assert any(said in each for each in resolve_model(str(folder)).warnings)
+    told = write_checkpoint(tmp_path / "LLaDA2.0-mini", "llada2")
+    assert not any(said in each for each in resolve_model(str(told)).warnings)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_a_scaled_rotation_under_the_older_key_is_refused(tmp_path: Path, family: str) -> None:
+    folder = write_checkpoint(tmp_path / "LLaDA2.0", family)
+    change_config(folder, rope_parameters={"type": "linear", "factor": 4.0})
+    with pytest.raises(ModelError, match="rope_type 'linear' is not supported"):
+        resolve_model(str(folder))
+
+
+def test_two_rotary_bases_that_differ_are_refused_and_equal_ones_are_one(folder: Path) -> None:
+    change_config(folder, rope_theta=10_000, rope_parameters={"rope_theta": 1_000_000})
+    message = r"rope_theta is 10000, and 1000000 in rope_parameters"
+    with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
+    change_config(folder, rope_theta=1_000_000)
+    assert resolve_model(str(folder)).family.name == "sdar"
