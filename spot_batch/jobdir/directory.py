@@ -130,7 +130,9 @@ class JobDirectory(Layout):
         return sample_id // self.rows_per_part
 
     def part_name(self, part: int) -> str:
-        return f"part-{part:05d}-of-{self.num_parts:05d}.arrow"
+        """Names sort as parts do, also where there are more than 100,000."""
+        width = max(5, len(str(self.num_parts - 1)))
+        return f"part-{part:0{width}d}-of-{self.num_parts:05d}.arrow"
 
 
 def check_format(layout: Layout) -> None:

@@ -7,11 +7,14 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+ABANDONED_S = 30.0  # nobody is at a rename for so long
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -77,11 +80,34 @@ def link_whole(source: Path, final: Path) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if final.exists():
-                return False
-            source.replace(final)  # a file system without links: still whole, later one wins
+            with _alone_at(final):
+                if final.exists():
+                    return False
+                source.replace(final)
         sync_folder(final.parent)
     return True
+
+
+@contextmanager
+def _alone_at(final: Path) -> Iterator[None]:
+    """One process at a time, where a file system has no links: by a file that one alone creates.
+
+    What a crash left is taken away by whoever has waited for it long enough.
+    """
+    mark = final.with_name(f".{final.name}.mine")
+    began_s = time.monotonic()
+    while True:
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            break
+        except FileExistsError:
+            if time.monotonic() - began_s > ABANDONED_S:
+                mark.unlink(missing_ok=True)
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 Reach = Callable[[str], None]

@@ -2,8 +2,8 @@
 
 Part k holds the sample ids [k R, (k+1) R) in order: completions in data/, errors in errors/, what
 depends on scheduling in stats/. The statistics are published first and name the copy that was
-taken of every sample. Whoever else compacts the same part takes the same copies, so that a sample
-stands in data/ or in errors/ and never in both or neither.
+taken of every sample. Whoever else compacts the same part takes the same copies, whatever segments
+it had listed, so that a sample stands in data/ or in errors/ and never in both or neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,20 @@ from numpy.typing import NDArray
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import link_whole, replace_whole, sha256_of, speaking_plainly, staged
 from spot_batch.jobdir.intervals import IntervalSet
-from spot_batch.jobdir.scan import PART_KEY, UNREADABLE, PartFacts, PartInfo, count_rows, read_part
+from spot_batch.jobdir.scan import (
+    PART_KEY,
+    UNREADABLE,
+    PartFacts,
+    PartInfo,
+    count_rows,
+    raise_unless_damaged,
+    read_part,
+)
 from spot_batch.jobdir.schema import BATCH_ROWS, ERROR, ERROR_SCHEMA, SAMPLE_ID, STATS, STATS_SCHEMA
 from spot_batch.jobdir.segments import (
     BadSegment,
     SegmentInfo,
+    ids_named,
     list_segments,
     read_segment,
     segment_actor,
@@ -37,6 +46,7 @@ from spot_batch.jobdir.summary import Totals
 
 logger = logging.getLogger(__name__)
 
+_TRIES = 10  # each but the last is another compactor's doing
 
 _Places = NDArray[np.int64]
 """(2, n): the segment of each sample among those read, and its row there."""
@@ -71,15 +81,21 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
 
     ValueError where samples are missing. Safe beside actors and other compactors.
     """
-    done = read_part(job, part)
-    if done is not None:
-        return done
-    segments = list(_read_overlapping(job, part))
+    for _ in range(_TRIES):
+        made = read_part(job, part) or _compacted(job, part)
+        if made is not None:
+            return made
+    raise AssertionError(f"part {part} was published {_TRIES} times and does not count")
+
+
+def _compacted(job: JobDirectory, part: int) -> PartInfo | None:
+    """Publishes the part; None where another compactor came in between, and one must look again."""
+    listed = list(list_segments(job.segments, overlapping=job.part_ids(part)))
+    segments = list(_readable(job, listed))
     choice = _stored_choice(job, part, segments) or _first_choice(job, part, segments)
     if choice is None:
-        done = read_part(job, part)  # another compactor was first and deleted the segments
-        if done is not None:
-            return done
+        if read_part(job, part) is not None:  # another compactor was first, and deleted segments
+            return None
         raise ValueError(f"part {part} cannot be written: {_missing(job, part, segments)}")
     for folder in (job.data, job.stats, job.errors):
         if folder is not job.errors or any(choice.failed):
@@ -94,8 +110,8 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
         job.reach("part.written")
         if not link_whole(stats, job.stats / name):
             theirs = _stored_choice(job, part, segments)
-            if theirs is not None and theirs != choice:
-                return compact(job, part)  # another compactor's choice is the part's
+            if theirs != choice and (theirs is not None or _counts(job, part, listed)):
+                return None  # another compactor's choice is the part's
             replace_whole(stats, job.stats / name)
         job.reach("part.stats")
         is_revised = (job.retry / name).exists()
@@ -108,9 +124,7 @@ def compact(job: JobDirectory, part: int) -> PartInfo:
         job.reach("part.data")
         (job.retry / name).unlink(missing_ok=True)  # from here on the revision counts
     job.reach("part.published")
-    made = read_part(job, part)
-    assert made is not None, f"part {part} was published and does not count"
-    return made
+    return read_part(job, part)
 
 
 def delete_covered_segments(job: JobDirectory, parts: Iterable[PartInfo]) -> int:
@@ -118,8 +132,7 @@ def delete_covered_segments(job: JobDirectory, parts: Iterable[PartInfo]) -> int
     covered = IntervalSet(job.part_ids(part.index) for part in parts)
     count = 0
     for path in list_segments(job.segments):
-        first, last = (int(piece) for piece in path.name.split("-")[:2])
-        if covered.covers(range(first, last + 1)):
+        if covered.covers(ids_named(path)):
             path.unlink(missing_ok=True)
             job.reach("segment.deleted")
             count += 1
@@ -129,8 +142,8 @@ def delete_covered_segments(job: JobDirectory, parts: Iterable[PartInfo]) -> int
 # -- which copy ------------------------------------------------------------------------------------
 
 
-def _read_overlapping(job: JobDirectory, part: int) -> Iterator[_Segment]:
-    for path in list_segments(job.segments, overlapping=job.part_ids(part)):
+def _readable(job: JobDirectory, paths: Iterable[Path]) -> Iterator[_Segment]:
+    for path in paths:
         try:
             info, batch = read_segment(
                 path, fingerprint=job.fingerprint, num_samples=job.num_samples
@@ -176,14 +189,33 @@ def _first_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) ->
     return choice if len(choice.sample_ids) == len(ids) else None
 
 
-def _stored_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) -> _Choice | None:
-    """The choice that published statistics hold, where its segments are all still here."""
+def _counts(job: JobDirectory, part: int, listed: Collection[Path]) -> bool:
+    """Whether published statistics count that name segments beyond those `listed` here.
+
+    Either the segments were published since and are there, or they went because the part stands by
+    now. Otherwise nobody can keep to the statistics: they are damaged, or of an earlier revision.
+    """
+    unknown = set(_stored_names(job, part)) - {path.name for path in listed}
+    return any((job.segments / name).exists() for name in unknown) or (
+        read_part(job, part) is not None
+    )
+
+
+def _stored_names(job: JobDirectory, part: int) -> list[str]:
+    """The segment of each sample, as published statistics name it; none where there are none."""
     path = job.stats / job.part_name(part)
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            names = reader.read_all().column("segment").to_pylist()
-    except UNREADABLE:  # missing or damaged: there is no choice to keep to
-        return None
+            names: list[str] = reader.read_all().column("segment").to_pylist()
+    except UNREADABLE as error:  # missing or damaged: there is no choice to keep to
+        raise_unless_damaged(error)
+        return []
+    return names
+
+
+def _stored_choice(job: JobDirectory, part: int, segments: Sequence[_Segment]) -> _Choice | None:
+    """The choice that published statistics hold, where its segments are all among those read."""
+    names = _stored_names(job, part)
     ids = job.part_ids(part)
     rows_of = {
         segment.info.name: (
@@ -364,6 +396,7 @@ def _publish_part(source: Path, final: Path, schema: pa.Schema | None, *, is_rev
     try:
         count_rows(final, schema)
         logger.warning("%s: differs from what its segments hold; replaced", final.name)
-    except UNREADABLE:
+    except UNREADABLE as error:
+        raise_unless_damaged(error)
         logger.warning("%s: damaged; replaced", final.name)
     replace_whole(source, final)

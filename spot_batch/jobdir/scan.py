@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,15 +59,15 @@ class Published:
         return sum((part.totals for part in self.parts), start=sum(loose, start=Totals()))
 
 
-def scan(job: JobDirectory, *, verify: bool = False) -> Published:
+def scan(job: JobDirectory, *, verify: bool = False, verified: Collection[int] = ()) -> Published:
     """Reads every part's and segment's footer; files that do not count are named in a warning.
 
-    `verify` reads all of each part, as `read_part` does.
+    `verify` reads all of each part, as `read_part` does, but for those `verified` just now.
     """
     in_parts = IntervalSet()
     parts = []
     for index in range(job.num_parts):
-        part = read_part(job, index, verify=verify)
+        part = read_part(job, index, verify=verify and index not in verified)
         if part is not None:
             ids = job.part_ids(index)
             in_parts.add_range(ids.start, ids.stop)
@@ -102,7 +102,7 @@ def read_part(job: JobDirectory, index: int, *, verify: bool = False) -> PartInf
     try:
         return _sound_part(job, index, verify=verify)
     except UNREADABLE as error:
-        _raise_if_refused(error)
+        raise_unless_damaged(error)
         logger.warning("data/%s: does not count, its samples are made again: %s", name, error)
     if verify:
         (job.data / name).unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def fault_of_part(job: JobDirectory, index: int, *, verify: bool = False) -> str
     try:
         _sound_part(job, index, verify=verify)
     except UNREADABLE as error:
-        _raise_if_refused(error)
+        raise_unless_damaged(error)
         return str(error) if isinstance(error, BadPart) else f"data/{name}: {error}"
     return None
 
@@ -179,13 +179,14 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        _raise_if_refused(error)
+        raise_unless_damaged(error)
         raise BadPart(f"{path.parent.name}/{path.name}: {error}") from error
 
 
-def _raise_if_refused(error: Exception) -> None:
+def raise_unless_damaged(error: Exception) -> None:
     """A file that may not be read, or not now, is not damaged: nothing is made again for it."""
-    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.EIO):
+    is_refused = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.EIO)
+    if is_refused or isinstance(error, MemoryError):  # Arrow's own is one too
         raise error
 
 

@@ -97,13 +97,18 @@ def publish_rows(
 def list_segments(folder: Path, *, overlapping: range | None = None) -> Iterator[Path]:
     """Files named as segments, in order of name; with a range, those that may hold ids of it."""
     for path in sorted(folder.glob("*.arrow")):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
+        if _NAME.fullmatch(path.name) is None:
             logger.warning("%s: not named as a segment; ignored", path.name)
-        elif overlapping is None or (
-            int(match[1]) < overlapping.stop and int(match[2]) >= overlapping.start
-        ):
+            continue
+        ids = ids_named(path)
+        if overlapping is None or (ids.start < overlapping.stop and ids.stop > overlapping.start):
             yield path
+
+
+def ids_named(path: Path) -> range:
+    """From the first to the last id of a segment, by its name; it may lack some between them."""
+    first, last, _ = path.name.split("-")
+    return range(int(first), int(last) + 1)
 
 
 def read_info(path: Path, *, fingerprint: str, num_samples: int) -> SegmentInfo:

@@ -148,7 +148,7 @@ class _Run:
         for part in range(job.num_parts):
             compact(job, part)
         job.reach("driver.compacted")
-        check = compare_audits(job)
+        compared = compare_audits(job)
         job.reach("driver.checked")
         rounds = self._chronicle.all_rounds
         facts = replace(
@@ -157,7 +157,7 @@ class _Run:
             drafted_per_round=round(rounds.budget, 3),
             drafting_share=round(rounds.drafting_share, 4),
         )
-        summary = finalize(job, check=check, facts=facts)
+        summary = finalize(job, check=compared.check, facts=facts, verified=compared.verified)
         return self.ended("complete", verdict_at_end(job.spec, summary), summary)
 
     def ended(self, state: State, verdict: Verdict, summary: Summary | None = None) -> JobResult:

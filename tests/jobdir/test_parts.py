@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import acquire_driver_lock
-from spot_batch.jobdir.files import StorageFull
+from spot_batch.jobdir.files import StorageFull, sha256_of
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.parts import _write_part, compact, delete_covered_segments
 from spot_batch.jobdir.scan import PART_KEY, scan
@@ -304,7 +305,7 @@ def test_a_damaged_part_gets_no_mark_of_success_and_is_no_difference(
         delete_covered_segments(job, scan(job).parts)
         path = job.data / job.part_name(0)
         flip(path, place % path.stat().st_size)
-        assert compare_audits(job).num_differed == 0
+        assert compare_audits(job).check.num_differed == 0
         with pytest.raises(ValueError, match="20 samples are missing"):
             finalize(job, check=None, facts=FACTS)
         assert not job.is_complete
@@ -487,7 +488,7 @@ def test_an_output_prefix_goes_before_every_column_of_ours(tmp_path: Path) -> No
     job = make_job(tmp_path, prompts(3), output__prefix="spot_")
     publish_segment(job, make_outcomes(job, range(3), failed={1}))
     publish_segment(job, make_outcomes(job, range(3)), purpose="audit")
-    check = compare_audits(job)
+    check = compare_audits(job).check
     finalize(job, check=check, facts=FACTS)
     out = read(job.data / job.part_name(0))
     assert out["spot_row_index"].to_pylist() == [0, 2]
@@ -538,7 +539,7 @@ def test_audits_are_compared_field_by_field(tmp_path: Path, is_compacted: bool) 
     again = make_outcomes(job, [1, 3, 5, 25, 26], failed={5})
     again[3] = changed(again[3], "something else")
     publish_segment(job, again, purpose="audit")
-    assert compare_audits(job) == CheckResult(num_compared=3, num_differed=1, differing=(25,))
+    assert compare_audits(job).check == CheckResult(num_compared=3, num_differed=1, differing=(25,))
 
 
 def test_audits_are_compared_by_text_where_tokens_are_not_kept(tmp_path: Path) -> None:
@@ -548,7 +549,70 @@ def test_audits_are_compared_by_text_where_tokens_are_not_kept(tmp_path: Path) -
     again = make_outcomes(job, [0, 1])
     again[1] = changed(again[1], "something else")
     publish_segment(job, again, purpose="audit")
-    assert compare_audits(job) == CheckResult(num_compared=2, num_differed=1, differing=(1,))
+    assert compare_audits(job).check == CheckResult(num_compared=2, num_differed=1, differing=(1,))
+
+
+def test_the_check_of_a_large_job_takes_no_more_memory_than_that_of_a_small_one(
+    tmp_path: Path,
+) -> None:
+    peaks = []
+    for num_rows in (1_000, 8_000):
+        job = make_job(tmp_path / str(num_rows), prompts(num_rows), output__rows_per_part=500)
+        for start in range(0, num_rows, 250):
+            outcomes = make_outcomes(job, range(start, start + 250))
+            publish_segment(job, outcomes)
+            publish_segment(job, outcomes, purpose="audit")
+        for part in range(job.num_parts):
+            compact(job, part)
+        tracemalloc.start()
+        assert compare_audits(job).check.num_compared == num_rows
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_the_end_of_a_job_hashes_every_part_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts(30), output__rows_per_part=10)
+    publish_segment(job, make_outcomes(job, range(30)))
+    publish_segment(job, make_outcomes(job, [3, 25]), purpose="audit")
+    for part in range(3):
+        compact(job, part)
+    hashed: list[str] = []
+
+    def counting(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("spot_batch.jobdir.scan.sha256_of", counting)
+    compared = compare_audits(job)
+    finalize(job, check=compared.check, facts=None, verified=compared.verified)
+    assert sorted(hashed) == [job.part_name(part) for part in range(3)]
+
+
+def test_a_part_that_memory_is_too_short_to_verify_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = finished(tmp_path)
+
+    def short(path: Path) -> str:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("spot_batch.jobdir.scan.sha256_of", short)
+        with pytest.raises(MemoryError):
+            scan(job, verify=True)
+    assert len(scan(job, verify=True).in_parts) == 10
+
+
+def test_parts_beyond_a_hundred_thousand_sort_by_name(tmp_path: Path) -> None:
+    job = make_job(tmp_path, prompts(2), generation__n=50_001, output__rows_per_part=1)
+    assert job.num_parts == 100_002
+    names = [job.part_name(part) for part in (9, 99_999, 100_000, 100_001)]
+    assert names == sorted(names)
+    few = make_job(tmp_path / "few", prompts(2), generation__n=50_000, output__rows_per_part=1)
+    assert few.part_name(99_999) == "part-99999-of-100000.arrow"  # as it always was
 
 
 def test_a_disk_that_fills_up_within_a_part_is_told_from_a_bug(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_audits_that_failed_are_made_again_and_others_stay(tmp_path: Path) -> No
     publish_segment(job, make_outcomes(job, [3, 5]))
     publish_segment(job, make_outcomes(job, [3, 5]), purpose="audit")
     finalize(job, check=None, facts=None)
-    found = compare_audits(job)
+    found = compare_audits(job).check
     assert (found.num_compared, found.num_differed) == (4, 0)
 
 
