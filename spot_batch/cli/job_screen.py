@@ -111,6 +111,9 @@ class JobScreen:
                 self._screen.pair(prompt, answer)
 
 
+_BESIDE_INSTRUCTION = ("input", "context")  # what Alpaca's and Dolly's rows ask about
+
+
 class _LogLines(logging.Handler):
     """Warnings of the package, above the live display instead of through it."""
 
@@ -200,9 +203,19 @@ def _rows(plan: JobPlan) -> str:
 
 
 def _prompts(plan: JobPlan) -> str:
+    import pyarrow as pa
+
     pinned = plan.pinned
     if pinned.prompt_column:
-        return f"prompts in column {pinned.prompt_column!r}"
+        names = pa.ipc.read_schema(pa.py_buffer(pinned.schema)).names
+        beside = [name for name in _BESIDE_INSTRUCTION if name in names]
+        hint = ""
+        if pinned.prompt_column == "instruction" and beside:
+            hint = (
+                f" ({beside[0]!r} is left out of them; --template "
+                f"'{{{{ instruction }}}} {{{{ {beside[0]} }}}}' takes both)"
+            )
+        return f"prompts in column {pinned.prompt_column!r}{hint}"
     columns = ", ".join(map(repr, pinned.template_columns)) or "none"
     return f"prompts by input.template, of columns: {columns}"
 

@@ -41,6 +41,7 @@ OUTPUT = _flag(
 MODEL = _flag("model", "model.target", str, help="Hub id, folder, or bundled.")
 DRAFTER = _flag("drafter", "model.drafter", str, help="auto, none, ranking, or a drafter's path.")
 PROMPT = _flag("prompt", "input.prompt", str, help="The prompt's column.")
+MESSAGES = _flag("messages", "input.messages", str, help="The column of chat messages.")
 TEMPLATE = _flag(
     *("template", "input.template", str),
     help="Jinja over the columns, or a file of it: '{{ question }} Briefly.'",
@@ -60,7 +61,7 @@ RECORDED = (OUTPUT, MODEL, PROMPT, TEMPERATURE, MAX_NEW_TOKENS, SEED, LIMIT, ACT
 """What `trajectories` takes: its jobs are of one sample a row and draft as they please."""
 
 ALL = (
-    *(OUTPUT, MODEL, DRAFTER, PROMPT, TEMPLATE, SYSTEM, N, TEMPERATURE, MAX_NEW_TOKENS),
+    *(OUTPUT, MODEL, DRAFTER, PROMPT, MESSAGES, TEMPLATE, SYSTEM, N, TEMPERATURE, MAX_NEW_TOKENS),
     *(SEED, LIMIT, ACTORS, NAME),
 )
 

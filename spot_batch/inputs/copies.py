@@ -151,7 +151,13 @@ def _plainly(name: str) -> Iterator[None]:
 
 def _unzipped(file: IO[bytes]) -> IO[bytes]:
     archive = zipfile.ZipFile(file)
-    names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    names = [
+        info.filename
+        for info in archive.infolist()
+        if not info.is_dir()
+        and not info.filename.startswith("__MACOSX/")  # what a Mac packs beside each file
+        and not info.filename.endswith(".DS_Store")
+    ]
     if len(names) != 1:
         raise InputError(f"a .zip input holds one file, this one {len(names)}: unpack it first")
     return archive.open(names[0])

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """An input that no job can run on; the message names file, row or column."""
+
+
+@contextmanager
+def called(path: object, name: str) -> Iterator[None]:
+    """Lets an InputError speak of `name`, which a person gave, where it speaks of `path`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace(str(path), name or str(path))) from error
 
 
 class RowFault(ValueError):

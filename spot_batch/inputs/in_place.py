@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from spot_batch.inputs.errors import InputError, RowFault
+from spot_batch.inputs.errors import InputError, RowFault, called
 from spot_batch.inputs.table_files import read_table, stream_table
 from spot_batch.inputs.text_files import TEXTS, read_text, scan_text, text_chunk
 from spot_batch.inputs.text_row import TextRow
@@ -85,12 +85,13 @@ def stream_chunks(pinned: PinnedInput, schema: pa.Schema) -> Iterator[Chunk]:
 @contextmanager
 def _reading(file: InputFile) -> Iterator[None]:
     """What can go wrong in a file, as an InputError that names it."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise InputError(f"{file.path}: gone since the job was submitted") from None
-    except (pa.ArrowInvalid, IndexError) as error:
-        raise InputError(f"{file.path}: cannot be read: {str(error)[:200]}") from error
+    with called(file.path, file.origin):
+        try:
+            yield
+        except FileNotFoundError:
+            raise InputError(f"{file.path}: gone since the job was submitted") from None
+        except (pa.ArrowException, OSError, IndexError) as error:
+            raise InputError(f"{file.path}: cannot be read: {str(error)[:200]}") from error
 
 
 def _of_text(
@@ -118,8 +119,9 @@ def _encoding_faults(table: pa.Table, id_column: str | None) -> dict[int, RowFau
         try:
             column.validate(full=True)
             continue
-        except pa.ArrowInvalid:
-            pass
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # damaged: to look closer may end the process
+                raise
         for row in range(len(column)):
             try:
                 column.slice(row, 1).take([0]).validate(full=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spot_batch.inputs.errors import InputError
+from spot_batch.inputs.chat import is_messages
+from spot_batch.inputs.errors import InputError, called
 from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.requests import looks_like_requests
 from spot_batch.inputs.row_copy import GIB, copy_rows, num_copied_bytes
@@ -20,7 +21,7 @@ from spot_batch.inputs.sources import SourceFile, find_files
 from spot_batch.inputs.table_files import TableScan, scan_table
 from spot_batch.inputs.template import PromptTemplate
 from spot_batch.inputs.text_files import LINES, TEXTS, SchemaOfTexts, scan_text
-from spot_batch.inputs.types import filled_type, is_messages, is_text
+from spot_batch.inputs.types import filled_type, is_text
 from spot_batch.inputs.unchanged import digest_of_file, used_bytes_of
 from spot_batch.job.reading import check_spec
 from spot_batch.job.spec import JobSpec
@@ -28,7 +29,7 @@ from spot_batch.records.input import CHUNK_ROWS, InputChunk, InputFile, PinnedIn
 
 logger = logging.getLogger(__name__)
 
-PROMPT_COLUMNS = ("messages", "prompt", "question", "instruction", "text")
+PROMPT_COLUMNS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
 _TABLES = frozenset({"parquet", "arrow"})
 _SHOWN_FAULTS = 5
@@ -110,15 +111,16 @@ def _scan_texts(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
         if pinned_files and limit is not None and num_rows >= limit:
             break
         first_row, builder = num_rows, _ChunkBuilder(len(pinned_files), source.format)
-        for row in scan_text(source.path, source.format):
-            if limit is not None and num_rows >= limit:
-                break
-            builder.add(num_rows, offset=row.offset, num_bytes=row.num_bytes, line=row.line)
-            if row.values is not None:
-                inferred.observe(row.values)
-            elif not first_fault:
-                first_fault = f"{_place(source, row.line, num_rows - first_row)}: {row.fault}"
-            num_rows += 1
+        with called(source.path, source.name):
+            for row in scan_text(source.path, source.format):
+                if limit is not None and num_rows >= limit:
+                    break
+                builder.add(num_rows, offset=row.offset, num_bytes=row.num_bytes, line=row.line)
+                if row.values is not None:
+                    inferred.observe(row.values)
+                elif not first_fault:
+                    first_fault = f"{_place(source, row.line, num_rows - first_row)}: {row.fault}"
+                num_rows += 1
         made = builder.finish()
         chunks += made
         pinned_files.append(_pinned_file(source, made, first_row, num_rows - first_row))
@@ -144,7 +146,8 @@ def _scan_tables(spec: JobSpec, files: Sequence[SourceFile]) -> PinnedInput:
     for source in files:
         if scans and limit is not None and num_rows >= limit:
             break
-        scan = scan_table(source.path, source.format)
+        with called(source.path, source.name):
+            scan = scan_table(source.path, source.format)
         scans.append((source, scan))
         first_row, made = num_rows, []
         for group, rows in enumerate(scan.group_rows):
@@ -201,7 +204,7 @@ def _pinned(
 
 
 def _place(source: SourceFile, line: int, row: int) -> str:
-    name = Path(source.origin.name).name if source.origin is not None else source.path.name
+    name = Path(source.name).name
     return f"{name} line {line}" if line else f"{name} row {row} (from 0)"
 
 
@@ -313,31 +316,46 @@ def _schema_of_nothing(spec: JobSpec) -> pa.Schema:
     """No rows tell no columns: those that the spec names are there, and hold nothing."""
     prompts = _named_prompts(spec) or ()
     if spec.input.template is None:
-        prompts = (spec.input.messages or spec.input.prompt or PROMPT_COLUMNS[1],)
+        prompts = (spec.input.messages or spec.input.prompt or "prompt",)
     named = [*prompts, spec.input.custom_id]
     named += [*(() if spec.input.keep == "all" else spec.input.keep), *spec.generation.per_row]
     return pa.schema([(name, pa.null()) for name in dict.fromkeys(named) if name])
 
 
 def _one_schema(scans: Sequence[tuple[SourceFile, TableScan]]) -> pa.Schema:
+    """The schema that holds the rows of every file: types are widened where nothing is lost."""
     schema = scans[0][1].schema
     for source, scan in scans[1:]:
-        try:
-            schema = pa.unify_schemas(_filled(schema, scan.schema))
-        except (pa.ArrowTypeError, pa.ArrowInvalid):
-            for field in scan.schema:
-                if field.name in schema.names and schema.field(field.name).type != field.type:
-                    raise InputError(
-                        f"{source.path}: column {field.name!r} is {field.type}, and "
-                        f"{schema.field(field.name).type} in {scans[0][0].path.name}"
-                    ) from None
-            raise
+        for field in scan.schema:
+            was = schema.field(field.name).type if field.name in schema.names else field.type
+            if not _is_of_one_kind(was, field.type):
+                raise InputError(
+                    f"{source.name}: column {field.name!r} is {field.type}, and "
+                    f"{was} in {scans[0][0].path.name}"
+                )
+        schema = pa.unify_schemas(_filled(schema, scan.schema), promote_options="permissive")
     if len(scans) > 1:  # a column that one file lacks is null there
         common = set.intersection(*(set(scan.schema.names) for _, scan in scans))
         schema = pa.schema(
             [field if field.name in common else field.with_nullable(True) for field in schema]
         )
     return schema
+
+
+def _is_of_one_kind(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether one type holds the values of both: text is no bytes, though Arrow would make it so.
+
+    Whole numbers among others are looked at when they are read: all must be exact.
+    """
+    one, other = filled_type(one, other), filled_type(other, one)
+    if ("binary" in str(one)) != ("binary" in str(other)):
+        return False
+    try:
+        schemas = [pa.schema([("x", each)]) for each in (one, other)]
+        pa.unify_schemas(schemas, promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return False
+    return True
 
 
 def _filled(one: pa.Schema, other: pa.Schema) -> list[pa.Schema]:
@@ -378,45 +396,60 @@ def _check_named_columns(spec: JobSpec, schema: pa.Schema, place: _Place) -> Non
 
 
 def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str, PromptKind]:
-    if spec.input.messages is not None:
-        name = spec.input.messages
-        kind = schema.field(name).type
-        if not (is_messages(kind) or pa.types.is_null(kind)):
-            raise InputError(
-                f"input.messages: column {name!r} is {kind}, not a list of role and content"
-                + ("; text goes with input.prompt" if is_text(kind) else "")
-            )
-        return name, "messages"
-    if spec.input.prompt is not None:
-        name = spec.input.prompt
-        kind = schema.field(name).type
-        if not (is_text(kind) or pa.types.is_null(kind)):
-            raise InputError(
-                f"input.prompt: column {name!r} is {kind}, not text"
-                + ("; a list of messages goes with input.messages" if is_messages(kind) else "")
-            )
-        return name, "prompt"
+    """The column that prompts are made of: the one that is named, else the only one that may be."""
+    given = spec.input
+    if given.messages is not None:
+        return _named_column("input.messages", given.messages, "messages", schema)
+    if given.prompt is not None:
+        return _named_column("input.prompt", given.prompt, "prompt", schema)
     found = [name for name in PROMPT_COLUMNS if name in schema.names]
     if not found:
         raise InputError(
             f"no prompt column in {place}: none is named {', '.join(PROMPT_COLUMNS)}; "
-            "set input.prompt (--prompt) to one of its columns, or input.template (--template) for "
-            f"several of them: {place.listed}"
+            "set input.prompt (--prompt) or input.messages (--messages) to one of its columns, or "
+            f"input.template (--template) for several of them: {place.listed}"
         )
     if len(found) > 1:
         raise InputError(
             f"several columns of {place} could be the prompt: {', '.join(found)}; "
             "say which with input.prompt (--prompt)"
+            + (" or input.messages (--messages)" if _kinds(schema, found) & {"messages"} else "")
         )
-    kind = schema.field(found[0]).type
-    if is_messages(kind):
-        return found[0], "messages"
-    if is_text(kind) or pa.types.is_null(kind):
-        return found[0], "prompt"
-    raise InputError(
-        f"column {found[0]!r} of {place} is {kind}, neither text nor messages; "
-        f"set input.prompt (--prompt) to one of its columns: {place.listed}"
-    )
+    kinds = _kinds(schema, found)
+    if not kinds:
+        raise InputError(
+            f"column {found[0]!r} of {place} is {schema.field(found[0]).type}, neither text nor "
+            f"messages; set input.prompt (--prompt) to one of its columns: {place.listed}"
+        )
+    return found[0], "messages" if kinds == {"messages"} else "prompt"
+
+
+def _kinds(schema: pa.Schema, names: Sequence[str]) -> set[PromptKind]:
+    """What prompts the columns can be; a column of nulls can be either, and is said to be text."""
+    kinds: set[PromptKind] = set()
+    for name in names:
+        kind = schema.field(name).type
+        if is_messages(kind):
+            kinds.add("messages")
+        elif is_text(kind) or pa.types.is_null(kind):
+            kinds.add("prompt")
+    return kinds
+
+
+def _named_column(
+    key: str, name: str, wanted: PromptKind, schema: pa.Schema
+) -> tuple[str, PromptKind]:
+    kinds = _kinds(schema, [name])
+    kind = schema.field(name).type
+    if kinds != {wanted} and not pa.types.is_null(kind):
+        noun = "text" if wanted == "prompt" else "a list of role and content"
+        other = {
+            "messages": "; a list of messages goes with input.messages (--messages)",
+            "prompt": "; text goes with input.prompt (--prompt)",
+        }
+        hint = "".join(other[each] for each in kinds)
+        raise InputError(f"{key}: column {name!r} is {kind}, not {noun}{hint}")
+    return name, wanted
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
 
+from spot_batch.inputs.chat import message_of
 from spot_batch.inputs.errors import InputError, RowFault
 from spot_batch.inputs.template import TEMPLATE_FAULTS
 from spot_batch.inputs.template_process import TemplateProcess
@@ -110,13 +111,17 @@ class PromptRenderer:
     # -- messages ----------------------------------------------------------------------------------
 
     def _user_turn(self, value: object) -> Messages:
-        if value is None or (isinstance(value, str) and not value.strip()):
+        if value is None:
+            raise RowFault("empty_prompt", f"{self._from} is null")
+        if isinstance(value, str) and not value.strip():
             raise RowFault("empty_prompt", f"{self._from} is empty")
         assert isinstance(value, str), f"a prompt column holds text, got {type(value).__name__}"
         return self._with_system([{"role": "user", "content": value}])
 
     def _messages(self, value: object) -> Messages:
-        if value is None or value == []:
+        if value is None:
+            raise RowFault("empty_prompt", f"{self._from} is null")
+        if value == []:
             raise RowFault("empty_prompt", f"{self._from} holds no message")
         assert isinstance(value, list), f"messages are a list, got {type(value).__name__}"
         messages = []
@@ -124,12 +129,13 @@ class PromptRenderer:
             where = f"{self._from}, message {place}"
             if not isinstance(message, dict):
                 raise RowFault("bad_prompt", f"{where} is null")
-            given = {name: part for name, part in message.items() if part is not None}
-            for name in ("role", "content"):
-                if not isinstance(given.get(name), str):
-                    kind = type(given.get(name)).__name__ if name in given else "null"
-                    raise RowFault("bad_prompt", f"{where}: its {name} must be text, got {kind}")
-            messages.append(given)
+            messages.append(message_of(message, where))
+        if messages[-1]["role"] == "assistant":
+            raise RowFault(
+                "bad_prompt",
+                f"{self._from}: its last message is the assistant's, which is neither answered nor "
+                "continued; leave it out",
+            )
         if not any(str(message["content"]).strip() for message in messages):
             raise RowFault("empty_prompt", f"{self._from}: every message is empty")
         return self._with_system(messages)

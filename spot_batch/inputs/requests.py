@@ -44,8 +44,9 @@ _HARMLESS: Mapping[str, object] = {
     "response_format": {"type": "text"},
     "tools": [],
     "tool_choice": "none",
-    "store": False,
 }
+# Fields that change no token, whatever they say.
+_OF_NO_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
 
 
 def looks_like_requests(values: Mapping[str, object]) -> bool:
@@ -66,7 +67,7 @@ def columns_of(values: Mapping[str, object]) -> dict[str, object]:
     if (url := values.get("url", URL)) != URL:
         raise RowFault("bad_request", f"url {url!r} is not implemented, only {URL} is")
     for name, value in body.items():
-        if name in _USED or value is None:
+        if name in _USED or name in _OF_NO_EFFECT or value is None:
             continue
         if name not in _HARMLESS or value != _HARMLESS[name]:
             raise RowFault("bad_request", f"body.{name} is not implemented")
@@ -133,7 +134,7 @@ def _message(message: object, where: str) -> dict[str, object]:
     if not isinstance(message, dict):
         raise RowFault("bad_request", f"{where} is no object")
     for name, value in message.items():
-        if name not in ("role", "content") and value is not None:
+        if name not in ("role", "content", "name") and value is not None:
             raise RowFault("bad_request", f"{where}.{name} is not implemented")
     content = message.get("content")
     if isinstance(content, list):  # in parts: text may be joined, anything else is no text

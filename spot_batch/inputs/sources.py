@@ -8,19 +8,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
 
 from spot_batch.inputs.copies import COMPRESSED, Origin, keep, list_remote
 from spot_batch.inputs.errors import InputError
-from spot_batch.job.spec import InputSpec
+from spot_batch.job.reading import check_spec
+from spot_batch.job.spec import InputSpec, JobSpec
 
 _BY_SUFFIX = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".jsonlines": "jsonl",
     ".json": "json",
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -33,6 +38,7 @@ _BY_SUFFIX = {
 _JOB_STATE = "_spot"
 _BUNDLED = "bundled:"
 _HUB = "hf://datasets/"
+_SPLIT = re.compile(r"(train|test|valid|dev|eval)(?:idation|uation)?(?=[-_.\d])", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -45,6 +51,11 @@ class SourceFile:
     format: str
     digest: str | None = None
     origin: Origin | None = None
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return self.origin.name if self.origin is not None else str(self.path)
 
 
 def find_files(spec: InputSpec, *, hub_dir: Path | None) -> list[SourceFile]:
@@ -70,6 +81,8 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
     if source.startswith(_BUNDLED):
         yield _bundled(source)
         return
+    if source.startswith("file://"):
+        source = unquote(urlsplit(source).path)
     if "://" in source:
         for origin in list_remote(source, readable=lambda name: _suffix(name) in _BY_SUFFIX):
             yield _kept(origin, spec, hub_dir)
@@ -90,10 +103,60 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
             )
         for each in found:
             yield _local(each, spec, hub_dir)
-    elif _HUB_ID.fullmatch(source) and _suffix(source) not in _BY_SUFFIX:
+    elif (
+        _HUB_ID.fullmatch(source)
+        and _suffix(source) not in _BY_SUFFIX
+        and not Path(source).parent.is_dir()  # a path that is mistyped
+    ):
         yield _from_hub(source, spec, hub_dir)
     else:
         raise InputError(f"input.source: no such file: {source}{_nearby(path)}")
+
+
+def with_pipes_kept(spec: JobSpec, folder: Path) -> JobSpec:
+    """The spec with a copy in `folder` in the place of each source that can be read only once:
+    `-`, the standard input, and named pipes."""
+    sources = [_piped(source, folder) for source in spec.input.source]
+    if tuple(sources) == spec.input.source:
+        return spec
+    tree = spec.model_dump()
+    tree["input"]["source"] = sources
+    return check_spec(tree)
+
+
+def _piped(source: str, folder: Path) -> str:
+    if source != "-" and not Path(source).is_fifo():
+        return source
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{os.getpid()}.partial"
+    digest = hashlib.sha256()
+    try:
+        with _opened_pipe(source) as stream, partial.open("wb") as file:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        suffix = Path(source).suffix or _suffix_of_content(partial)
+        name = "stdin" if source == "-" else "pipe"
+        kept = folder / f"{name}-{digest.hexdigest()[:8]}{suffix}"
+        partial.replace(kept)
+    finally:
+        partial.unlink(missing_ok=True)
+    return str(kept)
+
+
+def _opened_pipe(source: str) -> AbstractContextManager[IO[bytes]]:
+    return nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb")
+
+
+def _suffix_of_content(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(4_096)
+    for start, suffix in ((b"PAR1", ".parquet"), (b"ARROW1", ".arrow"), (b"\xff" * 4, ".arrow")):
+        if head.startswith(start):
+            return suffix
+    return ".json" if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[") else ""
 
 
 def _bundled(source: str) -> SourceFile:
@@ -110,10 +173,7 @@ def _bundled(source: str) -> SourceFile:
 
 def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterator[SourceFile]:
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
-        import datasets
-
-        saved = datasets.load_from_disk(str(folder))
-        yield _as_parquet(_one_split(saved, spec, str(folder)), hub_dir)
+        yield _as_parquet(_saved(folder, spec), hub_dir)
         return
     if spec.format == "hf":
         yield _as_parquet(_prepared(str(folder), spec)[0], hub_dir)
@@ -131,8 +191,35 @@ def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterato
             f"input.source: the folder {folder} holds no file that can be read "
             f"({', '.join(_BY_SUFFIX)}){_left_out(len(files) - len(found))}"
         )
+    _check_one_of(folder, found)
     for path in found:
         yield _local(path, spec, hub_dir)
+
+
+def _check_one_of(folder: Path, files: list[Path]) -> None:
+    """InputError where a folder's files are not all that are in it, or are several splits of one
+    dataset: what is meant is for a person to say."""
+    deeper = [
+        path
+        for path in sorted(folder.glob("*/**/*"))
+        if _suffix(path.name) in _BY_SUFFIX
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+        and path.is_file()
+    ]
+    deeper = _without_jobs(deeper, folder)
+    if deeper:
+        raise InputError(
+            f"input.source: {folder} holds {len(files)} files and its folders {len(deeper)} more "
+            f"({deeper[0].relative_to(folder)}); say which: '{folder}/*{files[0].suffix}' or "
+            f"'{folder}/**/*{deeper[0].suffix}'"
+        )
+    splits = {match[1]: path for path in files if (match := _SPLIT.match(path.name))}
+    if len(splits) > 1:
+        names = " and ".join(path.name for path in splits.values())
+        raise InputError(
+            f"input.source: {folder} holds several splits of a dataset ({names}); say which: "
+            f"'{folder}/{next(iter(splits))}*', or input.format: hf with input.split"
+        )
 
 
 def _without_jobs(files: list[Path], named: Path) -> list[Path]:
@@ -174,7 +261,7 @@ def _local(path: Path, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
 def _kept(origin: Origin, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
     assert hub_dir is not None, "a compressed or remote file wants a folder to be kept in"
     path = keep(origin, hub_dir)
-    return SourceFile(path, _format_of(path, spec), origin=origin)
+    return SourceFile(path, _format_of(path, spec, shown=origin.name), origin=origin)
 
 
 def _suffix(name: str) -> str:
@@ -183,17 +270,19 @@ def _suffix(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def _format_of(path: Path, spec: InputSpec) -> str:
+def _format_of(path: Path, spec: InputSpec, *, shown: str = "") -> str:
     suffix = path.suffix.lower()
     if spec.format == "hf":
-        raise InputError(f"input.format: hf reads a folder or a hub dataset, got the file {path}")
+        raise InputError(
+            f"input.format: hf reads a folder or a hub dataset, got the file {shown or path}"
+        )
     if spec.format != "auto":
         return spec.format
     kind = _BY_SUFFIX.get(suffix)
     if kind is None:
         raise InputError(
-            f"input.source: the format of {path} does not show in its name; give input.format "
-            "(jsonl, json, parquet, arrow, csv or openai-batch)"
+            f"input.source: the format of {shown or path} does not show in its name; give "
+            "input.format (jsonl, json, parquet, arrow, csv or openai-batch)"
         )
     if kind == "json" and not _is_array(path):
         return "jsonl"
@@ -232,6 +321,22 @@ def _from_hub(name: str, spec: InputSpec, hub_dir: Path | None) -> SourceFile:
     return SourceFile(file.path, "parquet", digest)
 
 
+def _saved(folder: Path, spec: InputSpec) -> Any:
+    """The rows of a dataset that was saved to a folder, of one split where it has several."""
+    import datasets
+
+    splits = folder / "dataset_dict.json"
+    if splits.exists():
+        names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        _check_split(names, spec, str(folder))
+        folder = folder / spec.split
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not state["_data_files"]:  # of no rows: the library cannot load what it saved
+        features = datasets.DatasetInfo.from_directory(str(folder)).features
+        return datasets.Dataset(features.arrow_schema.empty_table())
+    return datasets.load_from_disk(str(folder))
+
+
 def _prepared(name: str, spec: InputSpec) -> tuple[Any, str | None]:
     """(the split of a hub dataset or a dataset folder, the commit it was resolved to)."""
     import datasets
@@ -252,12 +357,16 @@ def _prepared(name: str, spec: InputSpec) -> tuple[Any, str | None]:
 def _one_split(loaded: Any, spec: InputSpec, name: str) -> Any:
     if not isinstance(loaded, dict):
         return loaded
-    if spec.split not in loaded:
+    _check_split(loaded, spec, name)
+    return loaded[spec.split]
+
+
+def _check_split(splits: Collection[str], spec: InputSpec, name: str) -> None:
+    if spec.split not in splits:
         raise InputError(
             f"input.split: {name} has no split {spec.split!r}; "
-            f"it has {', '.join(map(repr, loaded))}"
+            f"it has {', '.join(map(repr, splits))}"
         )
-    return loaded[spec.split]
 
 
 def _as_parquet(dataset: Any, hub_dir: Path | None) -> SourceFile:

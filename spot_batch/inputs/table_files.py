@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spot_batch.inputs.errors import InputError
-from spot_batch.inputs.types import plain_column, plain_type
+from spot_batch.inputs.types import MAX_DEPTH, depth_of, plain_column, plain_type
 from spot_batch.records.input import CHUNK_ROWS, InputChunk
 
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -35,11 +36,11 @@ def scan_table(path: Path, kind: str) -> TableScan:
                     file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
                 ]
                 return TableScan(_plain_schema(path, file.schema_arrow), groups)
-        rows = [batch.num_rows for batch in _arrow_batches(path)]
-        return TableScan(_plain_schema(path, _arrow_schema(path)), rows)
-    except pa.ArrowInvalid as error:
+        schema = _plain_schema(path, _arrow_schema(path))
+    except (pa.ArrowInvalid, OSError) as error:
         noun = "a Parquet" if kind == "parquet" else "an Arrow"
         raise InputError(f"{path}: not {noun} file: {str(error)[:200]}") from None
+    return TableScan(schema, [batch.num_rows for batch in _arrow_batches(path)])
 
 
 def read_table(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> pa.Table:
@@ -48,9 +49,11 @@ def read_table(path: Path, kind: str, chunk: InputChunk, schema: pa.Schema) -> p
     if kind == "parquet":
         with pq.ParquetFile(path) as file:
             names = _present(file, schema)
-            table = file.read_row_group(chunk.offset, columns=names, use_threads=False)
+            with _damaged(path, f"row group {chunk.offset}"):
+                table = file.read_row_group(chunk.offset, columns=names, use_threads=False)
     else:
-        table = pa.Table.from_batches([_arrow_batch(path, chunk.offset)])
+        with _damaged(path, f"batch {chunk.offset}"):
+            table = pa.Table.from_batches([_arrow_batch(path, chunk.offset)])
     return _in_schema(table.slice(0, chunk.num_rows), schema)
 
 
@@ -79,7 +82,12 @@ def _in_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _parquet_batches(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(CHUNK_ROWS, columns=_present(file, schema), use_threads=False)
+        names = _present(file, schema)
+        for group in range(file.metadata.num_row_groups):
+            with _damaged(path, f"row group {group}"):
+                yield from file.iter_batches(
+                    CHUNK_ROWS, row_groups=[group], columns=names, use_threads=False
+                )
 
 
 def _present(file: pq.ParquetFile, schema: pa.Schema) -> list[str]:
@@ -91,10 +99,31 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
     source = pa.memory_map(str(path))
     if _is_arrow_file(path):
         reader = pa.ipc.open_file(source)
-        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-    else:
-        yield from pa.ipc.open_stream(source)
-        _check_end(path, source.tell())
+        for number in range(reader.num_record_batches):
+            with _damaged(path, f"batch {number}"):
+                yield reader.get_batch(number)
+        return
+    stream = pa.ipc.open_stream(source)
+    number = 0
+    while True:
+        with _damaged(path, f"batch {number}"):
+            try:
+                batch = stream.read_next_batch()
+            except StopIteration:
+                break
+        yield batch
+        number += 1
+    _check_end(path, source.tell())
+
+
+@contextmanager
+def _damaged(path: Path, part: str) -> Iterator[None]:
+    """What reading a part of a file raises, as an InputError that names both."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: {part} cannot be read: {why}") from error
 
 
 def _check_end(path: Path, end: int) -> None:
@@ -144,5 +173,7 @@ def _plain_schema(path: Path, schema: pa.Schema) -> pa.Schema:
                 f"{path}: column {field.name!r} has type {field.type}, which cannot pass through "
                 f"({error})"
             ) from None
+        if depth_of(kind) > MAX_DEPTH:
+            raise InputError(f"{path}: column {field.name!r} is nested more than {MAX_DEPTH} deep")
         fields.append(pa.field(field.name, kind, nullable=field.nullable))
     return pa.schema(fields)

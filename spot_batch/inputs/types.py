@@ -60,6 +60,9 @@ def plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
         column = pa.chunked_array(chunks, type=column.type.storage_type)
     if pa.types.is_run_end_encoded(column.type):
         column = pc.run_end_decode(column)
+    if pa.types.is_dictionary(column.type):  # of views too, as polars writes them
+        chunks = [chunk.dictionary.cast(kind).take(chunk.indices) for chunk in column.chunks]
+        column = pa.chunked_array(chunks, type=kind)
     return column if column.type == kind else column.cast(kind)
 
 
@@ -90,20 +93,14 @@ def filled_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
     return kind
 
 
+def depth_of(kind: pa.DataType) -> int:
+    """How many lists, structs and maps stand in one another."""
+    inside = [kind.field(i).type for i in range(kind.num_fields)]
+    return 1 + max(map(depth_of, inside)) if inside else 0
+
+
 def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def is_messages(kind: pa.DataType) -> bool:
-    """Whether a column holds [{role, content}]."""
-    types = pa.types
-    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
-        return False
-    item = kind.value_type
-    return bool(
-        types.is_struct(item)
-        and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
-    )
 
 
 def _plain_field(item: pa.Field) -> pa.Field:

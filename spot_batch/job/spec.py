@@ -119,13 +119,17 @@ class InputSpec(Section):
             raise ValueError("source must name at least one file, folder, pattern or hub dataset")
         if self.messages is not None and self.prompt is not None:
             raise ValueError(
-                f"messages ({self.messages!r}) and prompt ({self.prompt!r}) exclude each other: "
-                "name one column"
+                f"input.messages ({self.messages!r}) and input.prompt ({self.prompt!r}) exclude "
+                "each other: name one column"
             )
         if self.template is not None and self.format == "openai-batch":
-            raise ValueError("template is not for openai-batch, whose requests are the prompts")
+            raise ValueError(
+                "input.template is not for openai-batch, whose requests are the prompts"
+            )
         if self.template is not None and (self.messages or self.prompt):
-            raise ValueError("template excludes messages and prompt: it makes the prompt itself")
+            raise ValueError(
+                "input.template excludes input.messages and input.prompt: it makes the prompt"
+            )
         return self
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from spot_batch.inputs.chat import SHAREGPT, in_roles
 from spot_batch.inputs.template_process import TemplateProcess
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import OutputError
@@ -229,7 +230,10 @@ class _Tables:
         return pa.chunked_array([[template.render(row) for row in rows]], pa.string())
 
     def _turns(self, prompt: Any, system: str | None) -> list[Any]:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        if isinstance(prompt, str):
+            turns = [{"role": "user", "content": prompt}]
+        else:
+            turns = [in_roles(each) for each in prompt or ()]
         if system is None or (turns and turns[0]["role"] == "system"):
             return list(turns)
         return [{"role": "system", "content": system}, *turns]
@@ -250,7 +254,8 @@ def _turns_type(prompt: pa.DataType) -> pa.ListType:
     """Lists of role and content and of whatever else the messages of the input have."""
     fields = dict(_TURN)
     if pa.types.is_list(prompt) or pa.types.is_large_list(prompt):
-        fields |= {field.name: field.type for field in prompt.value_type}
+        given = [field for field in prompt.value_type if field.name not in SHAREGPT]
+        fields |= {field.name: field.type for field in given}
     return pa.list_(pa.struct(list(fields.items())))
 
 

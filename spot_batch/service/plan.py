@@ -14,6 +14,7 @@ from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
 from spot_batch.inputs.pin import drop_sources, pin_input, recognised
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
+from spot_batch.inputs.sources import with_pipes_kept
 from spot_batch.inputs.template import with_template
 from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.job.fingerprint import diff_fields, fingerprint
@@ -72,7 +73,7 @@ def plan_job(
     given, spec = spec, _as_begun(with_template(spec), out)
     info = model_info(spec, report=report)
     hub_dir = Layout(out).hub_input if kept is None else kept
-    spec = recognised(spec, hub_dir=hub_dir)
+    spec = recognised(with_pipes_kept(spec, hub_dir), hub_dir=hub_dir)
     left_open = tuple(name for name in _SAMPLING if getattr(spec.generation, name) is None)
     threshold_of = _threshold_of(given, begun=spec, info=info)
     spec = _pinned_down(

@@ -144,20 +144,60 @@ def test_what_needs_a_template_says_so_before_any_row(options: Any, message: str
         renderer(**options)
 
 
-@pytest.mark.parametrize("value", [None, "", " \n\t"])
+@pytest.mark.parametrize("value", ["", " \n\t"])
 def test_an_empty_prompt_is_a_fault(value: object) -> None:
     assert str(fault(value)) == "empty_prompt: column 'q' is empty"
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_a_null_prompt_is_called_null(kind: str) -> None:
+    assert str(fault(None, kind=kind)) == "empty_prompt: column 'q' is null"
+
+
+def test_messages_in_parts_and_sharegpts_turns_are_messages() -> None:
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}],
+        }
+    ]
+    assert render(parts, kind="messages").token_ids == stock(user("How many?"))
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+        {"from": "human", "value": "c"},
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *user("a"),
+        {"role": "assistant", "content": "b"},
+        *user("c"),
+    ]
+    assert render(turns, kind="messages").token_ids == stock(messages)
+
+
+def test_a_last_message_of_the_assistant_is_refused() -> None:
+    found = fault(answered("Seven."), kind="messages")
+    assert found.code == "bad_prompt"
+    assert "its last message is the assistant's" in found.message
 
 
 @pytest.mark.parametrize(
     ("value", "code", "words"),
     [
-        (None, "empty_prompt", "holds no message"),
         ([], "empty_prompt", "holds no message"),
+        ([{"from": "wizard", "value": "a"}], "bad_prompt", "who is 'wizard'? want human or gpt"),
         ([{"role": "user", "content": " "}], "empty_prompt", "every message is empty"),
         ([None], "bad_prompt", "message 0 is null"),
         ([{"role": "user", "content": None}], "bad_prompt", "its content must be text, got null"),
-        ([{"role": "user", "content": [1]}], "bad_prompt", "its content must be text, got list"),
+        ([{"role": "user", "content": [1]}], "bad_prompt", "a content of type None is not text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "bad_prompt",
+            "'image_url' is not",
+        ),
+        ([{"role": "user", "content": 5}], "bad_prompt", "its content must be text, got int"),
         ([{"role": None, "content": "a"}], "bad_prompt", "its role must be text, got null"),
         ([{"role": "wizard", "content": "a"}], "bad_prompt", "the chat template refuses it: no r"),
     ],
@@ -249,7 +289,7 @@ CHATS = {
         *answered(THOUGHT),
         *user("<tool_response>\n7\n</tool_response>"),
     ],
-    "the last answer's reasoning": answered(THOUGHT),
+    "reasoning before a tool's turn": [*answered(THOUGHT), {"role": "tool", "content": "7"}],
     "tags in a question": [*answered(THOUGHT), *user("What is <think> and </think>?")],
     "a special token in past reasoning": [
         *answered(THOUGHT.replace("odd", "<|im_end|>")),
@@ -273,8 +313,7 @@ def test_tags_that_a_template_writes_are_tokens_and_a_rows_own_are_text(reasonin
     assert control("past reasoning") == [*turn * 3, "<|im_start|>"]
     assert control("tags in a question") == [*turn * 3, "<|im_start|>"]
     thinks = ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
-    assert control("the last answer's reasoning") == [*turn, *thinks, "<|im_start|>"]
-    for name in ("reasoning before a tool's answer", "a special token in past reasoning"):
+    for name in CHATS.keys() - {"past reasoning", "tags in a question"}:
         assert control(name) == [*turn, *thinks, *turn, "<|im_start|>"]
 
 
@@ -306,12 +345,12 @@ def test_tags_that_a_template_writes_are_tokens_and_a_rows_own_are_text(reasonin
     ).filter(lambda turns: any(text.strip() for _, text in turns))
 )
 def test_no_row_writes_a_special_token(reasoning: Any, turns: list[tuple[str, str]]) -> None:
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = [{"role": role, "content": content} for role, content in (*turns, ("user", "b"))]
     rendered = render(messages, kind="messages", tokenizer=reasoning)
     number = {text: reasoning.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|MASK|>")}
-    assert rendered.token_ids.count(number["<|im_start|>"]) == len(turns) + 1
+    assert rendered.token_ids.count(number["<|im_start|>"]) == len(turns) + 2
     assert number["<|MASK|>"] not in rendered.token_ids
-    assert rendered.token_ids.count(reasoning.convert_tokens_to_ids("<|im_end|>")) == len(turns)
+    assert rendered.token_ids.count(reasoning.convert_tokens_to_ids("<|im_end|>")) == len(turns) + 1
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,17 @@ def test_requests_are_recognised_and_name_their_own_columns(tmp_path: Path) -> N
 
 def test_what_a_request_asks_for_is_used(tmp_path: Path) -> None:
     body = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        "messages": [{"role": "user", "name": "ann", "content": [{"type": "text", "text": "Hi"}]}],
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 7,
         "stop": "END",
         "stream": False,
         "n": 1,
-        "user": None,
+        "user": "somebody",
+        "metadata": {"run": "7"},
+        "store": True,
+        "service_tier": "flex",
     }
     path = write_jsonl(tmp_path / "batch.jsonl", [request("a", **body)])
     spec = make_spec(path, input__format="openai-batch")
@@ -74,7 +77,10 @@ def test_what_a_request_asks_for_is_used(tmp_path: Path) -> None:
         ({"logprobs": True}, "body.logprobs"),
         ({"chat_template_kwargs": {}}, "body.chat_template_kwargs"),
         ({"max_tokens": 7}, "body.max_tokens and body.max_completion_tokens differ"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+            "messages[0].tool_calls",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
         ({"max_tokens": 0, "max_completion_tokens": None}, "body.max_tokens must be a whole"),
         ({"max_completion_tokens": 10**6}, "body.max_completion_tokens must be a whole"),

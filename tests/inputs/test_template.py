@@ -162,7 +162,7 @@ def test_what_fits_no_row_is_refused_before_a_job(
 
 def test_a_template_excludes_a_prompt_column_and_requests() -> None:
     for other in ({"input__prompt": "q"}, {"input__messages": "m"}):
-        with pytest.raises(SpecError, match="template excludes messages and prompt"):
+        with pytest.raises(SpecError, match=r"input\.template excludes input\.messages"):
             make_spec("x.jsonl", input__template="{{ q }}", **other)
     with pytest.raises(SpecError, match="not for openai-batch"):
         make_spec("x.jsonl", input__template="{{ q }}", input__format="openai-batch")
