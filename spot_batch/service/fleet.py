@@ -137,7 +137,7 @@ class Fleet:
             answer: ActorInfo | LoadProgress | News = ray.get(ref)
             return answer
         except RayTaskError as error:
-            return _failure(error.cause, str(error))
+            return failure_of(error.cause, str(error))
         except RayActorError:
             pid = member.info.pid if member.info is not None else None
             log = self._machine.worker_log(pid) if pid is not None else ""
@@ -150,7 +150,8 @@ def _load(handle: Any) -> Any:
     return handle.load.remote(LOAD_REPORT_S)
 
 
-def _failure(cause: BaseException, trace: str) -> Failure:
+def failure_of(cause: BaseException, trace: str) -> Failure:
+    """The failure of an actor that an exception of its own has ended."""
     message = f"{cause}" if isinstance(cause, ValueError) else repr(cause)
     return Failure(
         message=no_space(cause) if isinstance(cause, StorageFull) else message,

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -23,7 +24,6 @@ from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.job.spec import JobSpec
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import acquire_driver_lock
-from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.parts import compact, delete_covered_segments
 from spot_batch.jobdir.retry import begin_retry
@@ -34,7 +34,7 @@ from spot_batch.records.sampling import Request
 from spot_batch.service.actor import Actor
 from spot_batch.service.assemble import Loaded, model_info, sample_preparer
 from spot_batch.service.deaths import Failure
-from spot_batch.service.fleet import Answer, Member
+from spot_batch.service.fleet import Answer, Member, failure_of
 from spot_batch.service.progress import Silent
 from spot_batch.service.run import run_job
 
@@ -265,10 +265,10 @@ def _act(root: str, index: int, pipe: Connection, reach: Callable[[str], None]) 
         pipe.send(actor.load(60.0))
         while True:
             pipe.send(actor.exchange(pipe.recv(), 0.02))
-    except StorageFull as error:
-        pipe.send(Failure(message=str(error), is_exception=True, is_full_disk=True))
     except EOFError:
         pass
+    except Exception as error:  # noqa: BLE001  as Ray does with whatever an actor raises
+        pipe.send(failure_of(error, traceback.format_exc()))
     finally:
         os._exit(0)
 

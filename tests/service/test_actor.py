@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.checkpoints import Checkpoints
 from spot_batch.jobdir.directory import JobDirectory
@@ -19,8 +21,10 @@ from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.scan import scan
 from spot_batch.models.numerics import NumericsMismatch
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
-from spot_batch.records.results import Begun, SampleStats
+from spot_batch.records.results import Begun, Completion, SampleStats
+from spot_batch.records.sampling import Request
 from spot_batch.service.actor import Actor, ActorInfo
+from tests.service import pool
 from tests.service.jobs import begin, prompts, small_spec, write_rows
 
 SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
@@ -266,3 +270,68 @@ def test_a_damaged_checkpoint_is_ignored(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
     assert Checkpoints(job).find([0]) == {}
+
+
+def test_what_was_finished_before_the_engine_fails_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {"scheduling.publish_seconds": 3_600, "engine.max_sequences": 6}
+    job = make_job(tmp_path, prompts(6), slow)
+    answer = pool.answer
+
+    def raising(request: Request) -> Completion:
+        if request.sample_id == 4:
+            raise ArithmeticError("at the fifth")
+        return answer(request)
+
+    monkeypatch.setattr(pool, "answer", raising)
+    monkeypatch.setattr("spot_batch.service.actor.FIRST_ROWS", 1_000)
+    actor = Actor(job.root, 0, load_engine=pool.load_stand_in)
+    assert [each.sample_ids for each in collect(actor, 3, lease(range(6)))] == [(0, 1, 2)]
+    with pytest.raises(ArithmeticError, match="at the fifth"):
+        actor.exchange((), 60.0)
+    assert list(scan(job).data) == [0, 1, 2]
+
+
+def test_prompts_are_made_while_the_engine_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is not prepared before the first is decoded, which on one thread is never."""
+    job = make_job(tmp_path, prompts(2), {"engine.max_sequences": 1})
+    decoded = threading.Event()
+    prepare, answer = SamplePreparer.prepare, pool.answer
+
+    def slow(
+        self: SamplePreparer, sample_ids: Sequence[int], *, draft_free: bool = False
+    ) -> list[PreparedSample]:
+        assert sample_ids[0] == 0 or decoded.wait(60.0), "nothing was decoded meanwhile"
+        return prepare(self, sample_ids, draft_free=draft_free)
+
+    def told(request: Request) -> Completion:
+        decoded.set()
+        return answer(request)
+
+    monkeypatch.setattr(SamplePreparer, "prepare", slow)
+    monkeypatch.setattr(pool, "answer", told)
+    actor = Actor(job.root, 0, load_engine=pool.load_stand_in)
+    assert sum(each.num_rows for each in collect(actor, 2, lease(range(2)))) == 2
+    actor.stop()
+
+
+def test_the_checkpoints_of_others_are_read_for_samples_that_were_begun_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, prompts(6), {"scheduling.checkpoint_seconds": 3_600})
+    asked: list[int] = []
+    find = Checkpoints.find
+
+    def noting(self: Checkpoints, sample_ids: Sequence[int]) -> dict[int, Begun]:
+        asked.extend(sample_ids)
+        return find(self, sample_ids)
+
+    monkeypatch.setattr(Checkpoints, "find", noting)
+    actor = Actor(job.root, 0, load_engine=pool.load_stand_in)
+    again = Lease(sample_ids=(3, 4, 5), begun=(4,))
+    assert len(collect(actor, 6, lease(range(3)), again)) > 0
+    actor.stop()
+    assert asked == [4]
