@@ -51,7 +51,7 @@ CHAIN = (
 )
 NUM_HOPS = len(CHAIN) + 1
 # From one thread to another there is no call: both functions name this.
-HANDED_OVER = {"service/actor.py:Actor.exchange": "_changed"}
+HANDED_OVER = {"service/actor.py:Actor.exchange": "_intake"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
