@@ -13,7 +13,8 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,7 @@ from spot_batch.jobdir.files import (
 logger = logging.getLogger(__name__)
 
 PUSH_S = 10.0
+KEEP_S = 5.0  # a machine that is lost copies again what it had copied since
 _PULL_TRIES = 5  # a listing is old as soon as it is there
 _MARK = "_spot/mirror.json"  # of this machine alone
 _OWNER = "_spot/mirrored-by"  # in the store alone
@@ -46,8 +48,11 @@ Stat = tuple[int, int]
 
 
 @dataclass(slots=True)
-class _State:
-    """What this machine knows: its id, and of each copied file how it is here and there."""
+class _Copies:
+    """What this machine knows: its id, and of each copied file how it is here and there.
+
+    It is kept while files are copied, so that a store which fails goes on where it failed.
+    """
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     here: dict[str, Stat] = field(default_factory=dict)
@@ -97,27 +102,27 @@ class Mirror:
                 f"{self.url}: is not empty and not a job directory (it holds "
                 f"{min(listed)!r}); give another output"
             )
-        state = self._read_state()
-        if self._owner(files, base, listed) != state.id:
-            self._take(files, base, listed, state)
-        self._write_state(state)
+        state = self._read_copies()
+        with self._keeping(state) as keep:
+            if self._owner(files, base, listed) != state.id:
+                self._take(files, base, listed, state, keep)
 
     def has_taken(self, name: str) -> bool:
         """Whether the file here is the store's, copied from there and not written since."""
-        state = self._read_state()
+        state = self._read_copies()
         return name in state.there and state.here.get(name) == _stat(self.root / name)
 
     def claim(self) -> None:
         """Say that from now on this machine's copy counts. OutputError where that fails."""
         with self._plainly("written"):
             files, base = self._store()
-            self._put(files, f"{base}/{_OWNER}", self._read_state().id.encode())
+            self._put(files, f"{base}/{_OWNER}", self._read_copies().id.encode())
 
     def push(self, *, is_last: bool = False) -> None:
         """Copy what is new; `is_last` leaves nobody named as the driver. OutputError as `claim`."""
         with self._lock, self._plainly("written"):
             files, base = self._store()
-            state = self._read_state()
+            state = self._read_copies()
             listed = _listed(files, base)
             owner = self._owner(files, base, listed)
             if owner is None:  # emptied meanwhile
@@ -133,19 +138,20 @@ class Mirror:
                 here.pop(_DRIVER, None)
             if _SUCCESS in there - here.keys():  # first: what follows is not a finished job
                 files.rm_file(f"{base}/{_SUCCESS}")
-            for name in sorted(here, key=_rank):
-                if name in there and state.here.get(name) == here[name]:
-                    continue
-                if name == _SUCCESS:
-                    self._remove(files, base, there - here.keys(), state)
-                with suppress(FileNotFoundError):  # published under another name meanwhile
-                    self._put(files, f"{base}/{name}", (self.root / name).read_bytes())
-                    state.here[name] = here[name]
-                    state.there.pop(name, None)
-            self._remove(files, base, there - here.keys(), state)
-            self._write_state(state)
+            with self._keeping(state) as keep:
+                for name in sorted(here, key=_rank):
+                    if name in there and state.here.get(name) == here[name]:
+                        continue
+                    if name == _SUCCESS:
+                        self._remove(files, base, there - here.keys(), state)
+                    with suppress(FileNotFoundError):  # published under another name meanwhile
+                        self._put(files, f"{base}/{name}", (self.root / name).read_bytes())
+                        state.here[name] = here[name]
+                        state.there.pop(name, None)
+                    keep()
+                self._remove(files, base, there - here.keys(), state)
 
-    def _remove(self, files: Any, base: str, names: set[str], state: _State) -> None:
+    def _remove(self, files: Any, base: str, names: set[str], state: _Copies) -> None:
         """Take away what is no longer here: segments in parts, checkpoints of finished samples."""
         for name in sorted(names):
             with suppress(FileNotFoundError):
@@ -158,7 +164,14 @@ class Mirror:
         """Whose copy the store has."""
         return str(files.cat_file(f"{base}/{_OWNER}").decode()) if _OWNER in listed else None
 
-    def _take(self, files: Any, base: str, listed: Mapping[str, str], state: _State) -> None:
+    def _take(
+        self,
+        files: Any,
+        base: str,
+        listed: Mapping[str, str],
+        state: _Copies,
+        keep: Callable[[], None],
+    ) -> None:
         (self.root / _SUCCESS).unlink(missing_ok=True)
         for name in self._files().keys() - listed.keys():
             (self.root / name).unlink(missing_ok=True)
@@ -178,6 +191,7 @@ class Mirror:
             stat = _stat(path)
             assert stat is not None
             state.here[name], state.there[name] = stat, listed[name]
+            keep()
 
     def _files(self) -> dict[str, Stat]:
         """Every file that belongs in the store, by its name there."""
@@ -208,15 +222,32 @@ class Mirror:
         files.invalidate_cache()
         return files, base.rstrip("/")
 
-    def _read_state(self) -> _State:
+    def _read_copies(self) -> _Copies:
         try:
             tree = json.loads((self.root / _MARK).read_text())
             here = {name: (int(size), int(time)) for name, (size, time) in tree["here"].items()}
-            return _State(id=tree["id"], here=here, there=tree["there"])
+            return _Copies(id=tree["id"], here=here, there=tree["there"])
         except (FileNotFoundError, ValueError, LookupError, TypeError):
-            return _State()
+            return _Copies()
 
-    def _write_state(self, state: _State) -> None:
+    @contextmanager
+    def _keeping(self, state: _Copies) -> Iterator[Callable[[], None]]:
+        """Writes the copies down at the end, whatever it is, and where they are asked to be kept
+        also on the way, now and then."""
+        written_s = time.monotonic()
+
+        def keep() -> None:
+            nonlocal written_s
+            if time.monotonic() - written_s > KEEP_S:
+                self._write_copies(state)
+                written_s = time.monotonic()
+
+        try:
+            yield keep
+        finally:
+            self._write_copies(state)
+
+    def _write_copies(self, state: _Copies) -> None:
         tree = {"url": self.url, "id": state.id, "here": state.here, "there": state.there}
         tmp = self.root / "_spot" / "tmp"
         write_atomically(self.root / _MARK, json.dumps(tree).encode(), tmp=tmp)

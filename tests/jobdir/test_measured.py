@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -29,12 +30,12 @@ def test_actors_that_claim_at_once_work_by_the_same_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     job = make_job(tmp_path, prompts(1))
-    real = Path.exists
+    real, turns = Path.exists, itertools.count()
 
-    def slow(path: Path) -> bool:  # everybody has looked before anybody writes
+    def slow(path: Path) -> bool:  # everybody has looked before anybody writes, one by one
         found = real(path)
         if path == job.numerics_path:
-            time.sleep(0.05)
+            time.sleep(0.1 * next(turns))
         return found
 
     if not has_links:

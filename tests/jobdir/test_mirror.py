@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
 from spot_batch.jobdir.parts import compact, delete_covered_segments
+from spot_batch.jobdir.scan import fault_of_part
 from spot_batch.jobdir.segments import publish_segment
 from tests.jobdir.jobs import make_job, make_outcomes, prompts
 
@@ -195,6 +198,126 @@ def test_a_folder_that_cannot_be_listed_takes_nothing_away(
             folder_of("memory://runs/c")
     assert files(elsewhere) == before
     fsspec.filesystem("memory").rm("/runs", recursive=True)
+
+
+class Failing:
+    """fsspec's file system in memory, whose writes (or reads) fail where `fails` says so."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, mode: str, fails: Callable[[int], bool]
+    ) -> None:
+        self.done: list[str] = []
+        memory, num_tried = type(fsspec.filesystem("memory")), itertools.count(1)
+        real = memory.open
+
+        def open(store: Any, path: str, how: str = "rb", **kwargs: Any) -> Any:
+            if how == mode and not path.endswith("mirrored-by"):
+                if fails(next(num_tried)):
+                    raise OSError("slow down")
+                self.done.append(path.rpartition("/runs/d/")[2])
+            return real(store, path, how, **kwargs)
+
+        monkeypatch.setattr(memory, "open", open)
+
+
+MEMORY = "memory://runs/d"
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Any]:
+    store = fsspec.filesystem("memory")
+    yield store
+    if store.exists("/runs"):
+        store.rm("/runs", recursive=True)
+
+
+def tries(act: Callable[[], None]) -> int:
+    """How often a store has to be asked until it has done all of it."""
+    for num_tried in range(1, 200):
+        try:
+            act()
+        except OutputError:
+            continue
+        else:
+            return num_tried
+    raise AssertionError("no end")
+
+
+def test_a_store_that_fails_at_every_second_file_ends_up_whole(
+    in_memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(tmp_path, MEMORY)
+    publish_segment(job, make_outcomes(job, range(12), failed={5}))
+    finalize(job, check=None, facts=None)
+    with monkeypatch.context() as patch:
+        written = Failing(patch, "wb", lambda number: number % 2 == 0)
+        mirror = Mirror(MEMORY, job.root)
+        assert tries(mirror.push) > 5
+    assert len(set(written.done)) == len(written.done) == len(files(job.root))
+    with monkeypatch.context() as patch:
+        read = Failing(patch, "rb", lambda number: number % 2 == 0)
+        elsewhere = Mirror(MEMORY, tmp_path / "elsewhere")
+        assert tries(elsewhere.pull) > 5
+    assert len(set(read.done)) == len(read.done) == len(files(job.root))
+    assert files(elsewhere.root) == files(job.root)
+
+
+@pytest.mark.parametrize("kind", ["fails", "is stopped"])
+def test_a_copy_that_ends_at_any_write_is_gone_on_with(
+    in_memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What another machine reads meanwhile is a job without damage, or none yet."""
+
+    class Stopped(BaseException):
+        pass
+
+    def ends(number: int) -> bool:
+        if number == at and kind == "is stopped":
+            raise Stopped
+        return number == at
+
+    for at in range(1, 100):
+        root = tmp_path / str(at)
+        job = begin(root, MEMORY)
+        publish_segment(job, make_outcomes(job, range(6), failed={5}))
+        Mirror(MEMORY, job.root).push()
+        publish_segment(job, make_outcomes(job, range(6, 12)))
+        finalize(job, check=None, facts=None)
+        before, mark = set(in_memory.find("/runs/d")), job.spot / "mirror.json"
+        known = mark.read_bytes()
+        mirror = Mirror(MEMORY, job.root)
+        with monkeypatch.context() as patch:
+            Failing(patch, "wb", ends)
+            try:
+                mirror.push()
+            except OutputError:
+                pass
+            except Stopped:
+                mark.write_bytes(known)  # as a kill leaves it
+                mirror = Mirror(MEMORY, job.root)
+            else:
+                assert at > len(set(in_memory.find("/runs/d")) - before)
+                break
+        elsewhere = Mirror(MEMORY, root / "elsewhere")
+        elsewhere.pull()
+        there = JobDirectory.open(elsewhere.root)
+        assert not there.is_complete
+        assert fault_of_published(there) == []
+        mirror.push()
+        elsewhere.pull()
+        assert files(elsewhere.root) == files(job.root)
+        in_memory.rm("/runs", recursive=True)
+    else:
+        raise AssertionError("the copy never ended")
+
+
+def fault_of_published(job: JobDirectory) -> list[str]:
+    faults = (
+        fault_of_part(job, part, verify=True)
+        for part in range(job.num_parts)
+        if (job.data / job.part_name(part)).exists()
+    )
+    return [fault for fault in faults if fault is not None]
 
 
 def test_a_bucket_that_is_gone_takes_nothing_away(s3: Any, tmp_path: Path) -> None:
