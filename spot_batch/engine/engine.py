@@ -125,7 +125,6 @@ class Engine:
             self._rows,
             stale=self._stale if self._drafter is not None else None,
             auto=self._auto,
-            decode=decode,
             record_every=record_every,
             visit_bytes=settings.visit_bytes,
         )
@@ -206,7 +205,8 @@ class Engine:
             if row is None:
                 return
             heapq.heappop(self._waiting)
-            self._samples.append(Sample.of(request, row=row, width=self._target.block_length))
+            width = self._target.block_length
+            self._samples.append(Sample.of(request, row=row, width=width, decode=self._decode))
             if self._auto is not None:
                 self._auto.joined(row)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from spot_batch.engine.drafting import Root
 from spot_batch.engine.recording import TrajectoryRecorder
-from spot_batch.engine.stops import Decode, End, find_end
+from spot_batch.engine.stops import Decode, End, StopScan
 from spot_batch.engine.transition import Rule
 from spot_batch.engine.tree import Key
+from spot_batch.job.limits import MOST_COMMIT_STEP
 from spot_batch.records.results import Begun, Completion, NotFinite, SampleStats
 from spot_batch.records.sampling import Request
 
@@ -35,6 +36,7 @@ class Sample:
     row: int
     width: int
     rule: Rule
+    scan: StopScan
     to_store: list[FinishedBlock]
     start: int
     tokens: list[int]
@@ -52,8 +54,9 @@ class Sample:
     recorder: TrajectoryRecorder | None = None
 
     @classmethod
-    def of(cls, request: Request, *, row: int, width: int) -> Sample:
-        """The sample of a request at its first state, or where it was left."""
+    def of(cls, request: Request, *, row: int, width: int, decode: Decode | None = None) -> Sample:
+        """The sample of a request at its first state, or where it was left; `decode` is for stop
+        strings."""
         begun = request.begun
         prompt = [*request.prompt_ids, *(begun.token_ids if begun is not None else ())]
         assert begun is None or len(prompt) % width == 0, "what was begun ends with a block"
@@ -65,6 +68,7 @@ class Sample:
             row=row,
             width=width,
             rule=Rule.of(request.params),
+            scan=StopScan(request.params, decode),
             to_store=[FinishedBlock(prompt[at : at + width], at) for at in range(0, start, width)],
             start=start,
             tokens=remainder + [-1] * num_open,
@@ -136,7 +140,8 @@ class Sample:
             self.tokens[position] = token
             self.masked[position] = False
             self.written[offset + position] = token
-            self.steps[offset + position] = self.step
+            # The longest sample ends inside a block, all of whose positions take steps.
+            self.steps[offset + position] = min(self.step, MOST_COMMIT_STEP)
         self.num_committed += len(commits)
         self.step += 1
 
@@ -150,7 +155,7 @@ class Sample:
         self.stale_masked = None
         return finished
 
-    def end_here(self, decode: Decode | None) -> End | None:
+    def end_here(self) -> End | None:
         """Where the sample ends, if it does with what is committed now."""
         first_open = self.masked.index(True) if True in self.masked else self.width
         num_fixed = max(0, self.start - len(self.request.prompt_ids) + first_open)
@@ -158,7 +163,7 @@ class Sample:
             return None
         self.num_checked = num_fixed
         whole = first_open == self.width
-        return find_end(self.written[:num_fixed], self.request.params, whole=whole, decode=decode)
+        return self.scan.find_end(self.written, num_fixed, whole=whole)
 
     def not_finite(self) -> NotFinite:
         """What becomes of the sample where the logits of its current state are not finite."""

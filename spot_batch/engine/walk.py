@@ -20,7 +20,6 @@ from spot_batch.engine.recording import TrajectoryRecorder
 from spot_batch.engine.round import SampleSlots
 from spot_batch.engine.rows import CacheRows, Forwarded
 from spot_batch.engine.sample import Sample
-from spot_batch.engine.stops import Decode
 from spot_batch.engine.transition import NOT_FINITE, States, decided
 from spot_batch.engine.tree import ROOT, Key
 from spot_batch.models.device import onto, to_host
@@ -67,13 +66,12 @@ class Verifier:
         *,
         stale: StaleStore | None,
         auto: Budget | None,
-        decode: Decode | None,
         record_every: int,
         visit_bytes: int,
     ) -> None:
         self._target, self._rows = target, rows
         self._stale, self._auto = stale, auto
-        self._decode, self._record_every = decode, record_every
+        self._record_every = record_every
         self._visits = Ladder("states a visit", 1 << 30, 1)
         self._visit_bytes = visit_bytes
         self._logits_bytes = 4 * target.block_length * target.vocab_size
@@ -178,7 +176,7 @@ class Verifier:
             self._auto.learn(sample.row, draft.tree, walker.key, key, draft.scale)
         sample.commit(commits)
         self.num_steps += 1
-        end = sample.end_here(self._decode)
+        end = sample.end_here()
         if end is not None:
             finished[sample.row] = sample.completion(end)
             return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4  # beyond, float32 logits over it mean nothing
 LEAST_TOP_P, MOST_TOP_K = 1e-6, 2**31 - 1
-MAX_NEW_TOKENS = 32_768  # a commit step is 16 bits wide in data/
+MOST_COMMIT_STEP = 2**15 - 1  # it is 16 bits wide in data/; a step beyond is written as this one
+MAX_NEW_TOKENS = MOST_COMMIT_STEP + 1
 
 
 def checked_temperature(value: float) -> float:

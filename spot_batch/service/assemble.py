@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from spot_batch.checkpoints.registry import ModelInfo, resolve_model
@@ -22,7 +23,7 @@ from spot_batch.engine.engine import Engine, EngineSettings
 from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.measure import measure_latency
 from spot_batch.engine.memory import GIB, PrefixMemory, free_bytes, prefix_memory
-from spot_batch.engine.stops import Decode
+from spot_batch.engine.stops import ByteDecode, Decode
 from spot_batch.inputs.prepare import RowReader, SamplePreparer
 from spot_batch.inputs.reader import InputReader
 from spot_batch.inputs.render import PromptRenderer
@@ -156,7 +157,8 @@ def text_of(tokenizer: PreTrainedTokenizerFast) -> Decode:
         assert isinstance(decoded, str)
         return decoded
 
-    return text
+    decoder = tokenizer.backend_tokenizer.decoder
+    return ByteDecode(text) if isinstance(decoder, decoders.ByteLevel) else text
 
 
 def _memory(spec: JobSpec, target: BlockTarget, max_sequences: int) -> tuple[PrefixMemory, int]:
