@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,56 +170,50 @@ _EXPERTS = {"sdar": _no_experts, "sdar-moe": _qwen3_experts, "llada2": _llada2_e
 
 def tensor_shapes(sizes: Sizes, family: Family) -> Shapes:
     """Every tensor of a published checkpoint of these sizes, by name."""
-    return dict(_LAYOUTS[family.name](sizes))
+    return dict(_tensors(sizes, *_LAYOUTS[family.name]))
 
 
 def num_parameters(shapes: Mapping[str, Shape]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _qwen3(sizes: Sizes) -> Iterator[tuple[str, Shape]]:
-    hidden, head = sizes.hidden_size, sizes.head_dim
+def _tensors(sizes: Sizes, embedding: str, attention: _Attention) -> Iterator[tuple[str, Shape]]:
+    hidden = (sizes.hidden_size,)
+    yield f"model.{embedding}.weight", (sizes.vocab_size, sizes.hidden_size)
+    for layer in range(sizes.num_layers):
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm.weight", hidden
+        yield from attention(sizes, at)
+        yield f"{at}.post_attention_layernorm.weight", hidden
+        yield from _feed_forward(sizes, layer)
+    yield "model.norm.weight", hidden
+    if not sizes.is_tied:
+        yield "lm_head.weight", (sizes.vocab_size, sizes.hidden_size)
+
+
+def _linear(at: str, rows: int, columns: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{at}.weight", (rows, columns)
+    if bias:
+        yield f"{at}.bias", (rows,)
+
+
+def _qwen3_attention(sizes: Sizes, at: str) -> Iterator[tuple[str, Shape]]:
+    hidden, head, bias = sizes.hidden_size, sizes.head_dim, sizes.has_attention_bias
     of_query, of_key = sizes.num_heads * head, sizes.num_kv_heads * head
-    yield "model.embed_tokens.weight", (sizes.vocab_size, hidden)
-    for layer in range(sizes.num_layers):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        for name, rows in (("q", of_query), ("k", of_key), ("v", of_key)):
-            yield f"{at}.self_attn.{name}_proj.weight", (rows, hidden)
-            if sizes.has_attention_bias:
-                yield f"{at}.self_attn.{name}_proj.bias", (rows,)
-        yield f"{at}.self_attn.o_proj.weight", (hidden, of_query)
-        if sizes.has_output_bias:
-            yield f"{at}.self_attn.o_proj.bias", (hidden,)
-        yield f"{at}.self_attn.q_norm.weight", (head,)
-        yield f"{at}.self_attn.k_norm.weight", (head,)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-        yield from _feed_forward(sizes, layer)
-    yield "model.norm.weight", (hidden,)
-    if not sizes.is_tied:
-        yield "lm_head.weight", (sizes.vocab_size, hidden)
+    for name, rows in (("q", of_query), ("k", of_key), ("v", of_key)):
+        yield from _linear(f"{at}.self_attn.{name}_proj", rows, hidden, bias=bias)
+    yield from _linear(f"{at}.self_attn.o_proj", hidden, of_query, bias=sizes.has_output_bias)
+    yield f"{at}.self_attn.q_norm.weight", (head,)
+    yield f"{at}.self_attn.k_norm.weight", (head,)
 
 
-def _llada2(sizes: Sizes) -> Iterator[tuple[str, Shape]]:
-    hidden, head = sizes.hidden_size, sizes.head_dim
-    yield "model.word_embeddings.weight", (sizes.vocab_size, hidden)
-    for layer in range(sizes.num_layers):
-        at = f"model.layers.{layer}"
-        rows = (sizes.num_heads + 2 * sizes.num_kv_heads) * head
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.attention.query_key_value.weight", (rows, hidden)
-        if sizes.has_attention_bias:
-            yield f"{at}.attention.query_key_value.bias", (rows,)
-        yield f"{at}.attention.query_layernorm.weight", (head,)
-        yield f"{at}.attention.key_layernorm.weight", (head,)
-        yield f"{at}.attention.dense.weight", (hidden, sizes.num_heads * head)
-        if sizes.has_output_bias:
-            yield f"{at}.attention.dense.bias", (hidden,)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-        yield from _feed_forward(sizes, layer)
-    yield "model.norm.weight", (hidden,)
-    if not sizes.is_tied:
-        yield "lm_head.weight", (sizes.vocab_size, hidden)
+def _llada2_attention(sizes: Sizes, at: str) -> Iterator[tuple[str, Shape]]:
+    hidden, head, bias = sizes.hidden_size, sizes.head_dim, sizes.has_attention_bias
+    of_query, of_all = sizes.num_heads * head, (sizes.num_heads + 2 * sizes.num_kv_heads) * head
+    yield from _linear(f"{at}.attention.query_key_value", of_all, hidden, bias=bias)
+    yield f"{at}.attention.query_layernorm.weight", (head,)
+    yield f"{at}.attention.key_layernorm.weight", (head,)
+    yield from _linear(f"{at}.attention.dense", hidden, of_query, bias=sizes.has_output_bias)
 
 
 def _feed_forward(sizes: Sizes, layer: int) -> Iterator[tuple[str, Shape]]:
@@ -243,7 +237,12 @@ def _swiglu(at: str, hidden: int, inner: int) -> Iterator[tuple[str, Shape]]:
     yield f"{at}.down_proj.weight", (hidden, inner)
 
 
-_LAYOUTS = {"sdar": _qwen3, "sdar-moe": _qwen3, "llada2": _llada2}
+_Attention = Callable[[Sizes, str], Iterator[tuple[str, Shape]]]
+_LAYOUTS: Mapping[str, tuple[str, _Attention]] = {  # what the embedding is called, and who attends
+    "sdar": ("embed_tokens", _qwen3_attention),
+    "sdar-moe": ("embed_tokens", _qwen3_attention),
+    "llada2": ("word_embeddings", _llada2_attention),
+}
 
 # Experts in one tensor, as dFactory (a name each) and transformers (gate over up) write them.
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.weight)?")
