@@ -140,6 +140,7 @@ class Intake:
             else Owed(purpose, each)
             for each in prepared
         ]
+        self._job.reach("actor.prepared")
         with self._changed:
             self._ready.extend(owed)
             self.num_prepared += len(owed)

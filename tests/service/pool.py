@@ -45,11 +45,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class KillAt:
-    """Ends its process at the nth time that a step is reached, once: `spent` is made first."""
+    """Ends its process, or does with it what another signal does, at the nth time that a step is
+    reached, once: `spent` is made first."""
 
     step: str
     nth: int
     spent: Path
+    by: signal.Signals = signal.SIGKILL
     seen: list[int] = dataclasses.field(default_factory=lambda: [0])
 
     def __call__(self, step: str) -> None:
@@ -62,7 +64,7 @@ class KillAt:
             self.spent.touch(exist_ok=False)
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), self.by)
 
 
 @dataclasses.dataclass(frozen=True)

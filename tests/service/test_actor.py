@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
+from torch import Tensor
 
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
 from spot_batch.jobdir.check import compare_audits
@@ -19,6 +21,7 @@ from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import StorageFull
 from spot_batch.jobdir.parts import compact
 from spot_batch.jobdir.scan import scan
+from spot_batch.models.block import BlockTarget
 from spot_batch.models.numerics import NumericsMismatch
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
 from spot_batch.records.results import Begun, Completion, SampleStats
@@ -335,3 +338,28 @@ def test_the_checkpoints_of_others_are_read_for_samples_that_were_begun_alone(
     assert len(collect(actor, 6, lease(range(3)), again)) > 0
     actor.stop()
     assert asked == [4]
+
+
+def test_memory_that_ends_in_the_head_costs_no_row_and_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peak of a round lies behind its forward: there, too, the engine goes on with less."""
+    whole = make_job(tmp_path / "whole", prompts(6))
+    with acting(whole) as actor:
+        collect(actor, 6, lease(range(6)))
+    head, ended = BlockTarget.head, list[int]()
+
+    def small(self: BlockTarget, rows: Tensor) -> Tensor:
+        if len(rows) > 1:
+            ended.append(len(rows))
+            raise torch.OutOfMemoryError("there is room for one state")
+        return head(self, rows)
+
+    job = make_job(tmp_path / "short", prompts(6))
+    actor = Actor(job.root, 0)
+    assert isinstance(actor.load(60.0), ActorInfo)
+    monkeypatch.setattr(BlockTarget, "head", small)
+    collect(actor, 6, lease(range(6)))
+    actor.stop()
+    assert ended
+    assert rows_of(job) == rows_of(whole)

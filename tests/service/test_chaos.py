@@ -21,6 +21,7 @@ import pytest
 
 from spot_batch.jobdir.creation import create_or_open
 from spot_batch.jobdir.directory import JobDirectory
+from spot_batch.jobdir.events import read_events
 from spot_batch.jobdir.scan import scan
 from spot_batch.jobdir.segments import publish_segment
 from spot_batch.service import leases as driver_leases
@@ -40,6 +41,7 @@ SPEC = {
     "scheduling.checkpoint_seconds": 0.001,
     "engine.max_sequences": 4,
     "failure.actor_restarts_per_hour": 100,
+    "failure.no_progress_seconds": 4,
 }
 
 
@@ -78,7 +80,7 @@ def told(tally: Tally) -> object:
     yield
     counts = tally.counts
     print(
-        f"\nchaos: {counts['runs']} runs, {counts['kills']} kills, "
+        f"\nchaos: {counts['runs']} runs, {counts['kills']} kills, {counts['stops']} stops, "
         f"{counts['differences']} differences"
     )
     return None
@@ -122,7 +124,7 @@ def test_a_kill_at_any_step_changes_no_byte(
 ) -> None:
     want, *steps = undisturbed
     reached = Counter((steps[0] if role == "driver" else steps[1]).read_text().split())
-    assert len(reached) >= (7 if role == "actor" else 14), reached
+    assert len(reached) >= (8 if role == "actor" else 14), reached
     for step, count in sorted(reached.items()):
         # How often a step is reached varies with timing: "last" leaves a little room.
         for nth in sorted({1, (count + 1) // 2, max(1, count * 9 // 10)}):
@@ -139,6 +141,32 @@ def test_a_kill_at_any_step_changes_no_byte(
                 tally.counts["runs"] += 1
             tally.compare(root, want)
             shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_an_actor_that_is_stopped_at_any_step_changes_no_byte(
+    fresh: Path,
+    undisturbed: tuple[Path, Path, Path],
+    tmp_path: Path,
+    tally: Tally,
+    num_actors: int,
+) -> None:
+    """SIGSTOP: the process is there, holds its samples and says no word more."""
+    want, _, steps = undisturbed
+    reached = Counter(steps.read_text().split())
+    assert {"actor.prepared", "actor.finished", "file.linked"} <= reached.keys()
+    for step, count in sorted(reached.items()):
+        folder = tmp_path / step
+        root = copied(fresh, folder)
+        stop = KillAt(step, (count + 3) // 4, folder / "spent", by=signal.SIGSTOP)
+        assert drive(root, num_actors=num_actors, actor=stop) == Exit.COMPLETE, step
+        tally.counts.update(runs=1, stops=stop.spent.exists())
+        died = [
+            each for each in read_events(JobDirectory.open(root)) if each["kind"] == "actor_died"
+        ]
+        assert len(died) == stop.spent.exists(), (step, died)
+        tally.compare(root, want)
+        shutil.rmtree(folder)
 
 
 def test_a_kill_at_any_step_of_a_retry_changes_no_byte(
