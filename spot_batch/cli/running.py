@@ -24,7 +24,7 @@ from spot_batch.job.remote import is_url
 from spot_batch.job.spec import JobSpec, SpecError
 from spot_batch.jobdir.creation import as_it_was_if_refused, check_usable, create_or_open
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock, is_alive, read_driver
+from spot_batch.jobdir.driver_lock import DriverAlive, DriverWatch, acquire_driver_lock, read_driver
 from spot_batch.jobdir.events import read_heartbeat
 from spot_batch.jobdir.files import OutputError
 from spot_batch.jobdir.layout import Layout
@@ -122,15 +122,19 @@ def run_or_follow(asked: JobCommand, *, as_json: bool = False) -> int:
     with as_it_was_if_refused(asked.directory):
         plan = asked.plan(screen)
         show_commands(screen, asked.directory.root)
+        watch, mirror = DriverWatch(), Mirror.of(asked.directory.root)
+        look_again = mirror.pull if mirror is not None else lambda: None
         while True:
             try:
-                with acquire_driver_lock(asked.directory) as lock:
+                with acquire_driver_lock(
+                    asked.directory, watch=watch, look_again=look_again
+                ) as lock:
                     job = asked.begin(screen, plan)
                     with JobScreen(screen, job) as progress, mirrored(job.root):
                         result = run_job(job, plan.facts, progress, lock=lock)
                 return _say_end(screen, job, result, progress.last, as_json=as_json)
             except DriverAlive as alive:
-                exit_code = _attend(screen, asked.directory, plan, alive, as_json=as_json)
+                exit_code = _attend(screen, asked.directory, plan, alive, watch, as_json=as_json)
                 if exit_code is not None:
                     return exit_code
                 screen.line("its driver is gone: going on with the job here")
@@ -157,7 +161,13 @@ def _show_planned(screen: Screen, plan: JobPlan, save_spec: Path | None) -> None
 
 
 def _attend(
-    screen: Screen, directory: Layout, plan: JobPlan, alive: DriverAlive, *, as_json: bool
+    screen: Screen,
+    directory: Layout,
+    plan: JobPlan,
+    alive: DriverAlive,
+    watch: DriverWatch,
+    *,
+    as_json: bool,
 ) -> int | None:
     """Follow the job's driver: the exit code that it ends with, None where it dies without one."""
     mirror = Mirror.of(directory.root)
@@ -166,7 +176,7 @@ def _attend(
     _check_same(directory, plan)
     screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
     try:
-        heartbeat = follow(screen, directory)
+        heartbeat = follow(screen, directory, watch)
     except KeyboardInterrupt:
         screen.line("it goes on without this command")
         return Exit.RESUMABLE
@@ -186,7 +196,7 @@ def _check_same(directory: Layout, plan: JobPlan) -> None:
         raise SpecConflict(str(directory.root), tuple(diff_fields(job.fields, now)))
 
 
-def follow(screen: Screen, directory: Layout) -> Heartbeat | None:
+def follow(screen: Screen, directory: Layout, watch: DriverWatch) -> Heartbeat | None:
     """Show another driver's progress; its last word, or None where it died without one."""
     began = time.time()
     with JobScreen(screen) as progress:
@@ -194,7 +204,7 @@ def follow(screen: Screen, directory: Layout) -> Heartbeat | None:
             record = read_driver(directory)
             if record is not None:
                 began = record.began  # by the clock that its heartbeats are written by
-            alive = record is not None and is_alive(record)
+            alive = record is not None and watch.is_alive(record)
             heartbeat = read_heartbeat(directory)
             if heartbeat is not None and heartbeat.state not in ENDED:
                 progress.update(heartbeat)

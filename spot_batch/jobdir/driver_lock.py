@@ -6,11 +6,12 @@ Two drivers at once cost time and never correctness: what they publish is the sa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from spot_batch.jobdir.files import link_whole, staged, write_atomically, write_
 from spot_batch.jobdir.layout import Layout
 
 STALE_AFTER_S = 60.0
+LOOK_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +74,40 @@ class DriverLock:
             self._job.driver_path.unlink(missing_ok=True)
 
 
+class DriverWatch:
+    """Whether drivers live, as a process sees it that goes on looking at their records.
+
+    On this host the process itself is looked up. On another one a driver lives while its heartbeat
+    moves, and how long it has not is told by the watcher's clock: the other host's may be wrong.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, float] | None = None
+        self._moved_s = 0.0
+
+    def is_alive(self, record: DriverRecord) -> bool:
+        here = _lives_here(record)
+        if here is not None:
+            return here
+        now_s = time.monotonic()
+        if self._seen != (record.token, record.heartbeat):
+            self._seen, self._moved_s = (record.token, record.heartbeat), now_s
+        return now_s - self._moved_s < STALE_AFTER_S
+
+
+def _nothing() -> None:
+    """What there is to do before looking again at a record that its driver itself writes."""
+
+
 @contextmanager
-def acquire_driver_lock(job: Layout) -> Iterator[DriverLock]:
+def acquire_driver_lock(
+    job: Layout, *, watch: DriverWatch | None = None, look_again: Callable[[], None] = _nothing
+) -> Iterator[DriverLock]:
     """Holds the job for this process; DriverAlive while another live driver does.
 
-    The job may not have been created yet; its folder must be usable.
+    The job may not have been created yet; its folder must be usable. A driver on another host that
+    is dead by the clocks is watched for as long as a live one may be silent. `watch` is what this
+    process has seen of it so far; `look_again` brings its record here where the folder is a copy.
     """
     job.tmp.mkdir(parents=True, exist_ok=True)
     now = time.time()
@@ -89,7 +122,7 @@ def acquire_driver_lock(job: Layout) -> Iterator[DriverLock]:
     with staged(job.tmp) as source:
         write_durably(source, _as_json(record))
         while not link_whole(source, job.driver_path):
-            _make_way(job)
+            _make_way(job, watch or DriverWatch(), look_again)
     lock = DriverLock(job, record)
     try:
         yield lock
@@ -103,12 +136,15 @@ def read_driver(job: Layout) -> DriverRecord | None:
 
 
 def is_alive(record: DriverRecord) -> bool:
-    """By process on this host, by heartbeat on another."""
-    if is_here(record.host):
-        start_time = _start_time(record.pid)
-        if start_time is not None:
-            return start_time == record.start_time
-    return abs(time.time() - record.heartbeat) < STALE_AFTER_S
+    """At one look: by process on this host, by heartbeat and both clocks on another."""
+    here = _lives_here(record)
+    return abs(time.time() - record.heartbeat) < STALE_AFTER_S if here is None else here
+
+
+def _lives_here(record: DriverRecord) -> bool | None:
+    """Whether the process of a driver on this host lives; None where it cannot be looked up."""
+    start_time = _start_time(record.pid) if is_here(record.host) else None
+    return None if start_time is None else start_time == record.start_time
 
 
 def drives_here(root: Path) -> bool:
@@ -121,18 +157,30 @@ def is_here(host: str) -> bool:
     return host == _this_host()
 
 
-def _make_way(job: Layout) -> None:
+def _make_way(job: Layout, watch: DriverWatch, look_again: Callable[[], None]) -> None:
     """Moves a dead driver's record away; DriverAlive where it is not dead."""
-    found = read_driver(job)
-    if found is not None and is_alive(found):
-        raise DriverAlive(str(job.root), found.pid, found.host, time.time() - found.heartbeat)
+    found = first = read_driver(job)
+    while found is not None and watch.is_alive(found):
+        if is_alive(found) or found != first:
+            raise DriverAlive(str(job.root), found.pid, found.host, time.time() - found.heartbeat)
+        if found is first:
+            logger.warning(
+                "%s: process %d on %s may still drive it; it is given %.0f s to say so",
+                job.root,
+                found.pid,
+                found.host.partition("/")[0],
+                STALE_AFTER_S,
+            )
+        time.sleep(min(LOOK_S, STALE_AFTER_S))
+        look_again()
+        found = read_driver(job)
     with staged(job.tmp) as aside:
         try:
             job.driver_path.rename(aside)
         except FileNotFoundError:
             return
         moved = _read(aside)
-        if moved is not None and is_alive(moved):  # a third driver came in between: give it back
+        if moved is not None and moved != found:  # a third driver came in between: give it back
             link_whole(aside, job.driver_path)
 
 

@@ -32,7 +32,7 @@ def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
     """Opens a complete job for its error rows of these codes; how many they are.
 
     Without codes it is all rows whose fault is not their own. Raises what `retried_parts` raises.
-    The caller holds the driver's lease.
+    The caller holds the driver's lock.
     """
     affected = retried_parts(job, codes)
     job.success.unlink(missing_ok=True)

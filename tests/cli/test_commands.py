@@ -21,7 +21,7 @@ from spot_batch.cli.job_screen import JobScreen, LoadLines, show_results
 from spot_batch.cli.main import app
 from spot_batch.job.reading import load_spec
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock
+from spot_batch.jobdir.driver_lock import DriverAlive, DriverWatch, acquire_driver_lock
 from spot_batch.jobdir.events import write_heartbeat
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.layout import Layout
@@ -424,7 +424,7 @@ def test_the_last_word_of_an_earlier_run_is_not_that_of_the_driver_followed(
         job.spot.mkdir(parents=True, exist_ok=True)
         write_heartbeat(job, _ended(time.time() - age_s))
         monkeypatch.setattr(running.time, "sleep", lambda _: lease.release())
-        found = running.follow(Screen(), job)
+        found = running.follow(Screen(), job, DriverWatch())
     assert (found is not None) == taken
 
 
@@ -434,7 +434,7 @@ def test_another_job_begun_while_following_is_a_conflict_and_not_its_exit_code(
     path, out = tmp_path / "none.jsonl", tmp_path / "out"
     path.write_text("")
 
-    def driven(_: Layout) -> None:
+    def driven(_: Layout, **__: object) -> None:
         raise DriverAlive(str(out), os.getpid(), "here", 0.0)
 
     def follow(*_: object) -> Heartbeat:

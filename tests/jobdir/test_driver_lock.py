@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from spot_batch.jobdir import driver_lock
 from spot_batch.jobdir.directory import JobDirectory
-from spot_batch.jobdir.driver_lock import DriverAlive, acquire_driver_lock, read_driver
+from spot_batch.jobdir.driver_lock import (
+    DriverAlive,
+    DriverWatch,
+    acquire_driver_lock,
+    read_driver,
+)
 from spot_batch.jobdir.events import append_event, read_events, read_heartbeat, write_heartbeat
 from spot_batch.jobdir.layout import Layout
 from spot_batch.records.progress import Heartbeat
 from tests.jobdir.jobs import make_job, prompts
 
+ELSEWHERE = "elsewhere/pid:[1]"
 HOLD = """
 import sys, time
 from spot_batch.jobdir.driver_lock import acquire_driver_lock
@@ -78,11 +86,57 @@ def test_a_process_that_took_over_the_pid_does_not_hold_the_lock(job: JobDirecto
 
 def test_a_driver_on_another_host_lives_while_its_heart_beats(job: JobDirectory) -> None:
     with acquire_driver_lock(job):
-        alter_record(job, host="elsewhere/pid:[1]")
+        alter_record(job, host=ELSEWHERE)
         with pytest.raises(DriverAlive, match="on elsewhere, last"), acquire_driver_lock(job):
             pass
-        alter_record(job, host="elsewhere/pid:[1]", heartbeat=time.time() - 61)
-        with acquire_driver_lock(job) as lock:
+
+
+@pytest.mark.parametrize("off_s", [-3600.0, -61.0, 3600.0])
+def test_a_clock_that_is_wrong_makes_no_second_driver(
+    job: JobDirectory, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    monkeypatch.setattr(driver_lock, "LOOK_S", 0.01)
+    with acquire_driver_lock(job):
+        alter_record(job, host=ELSEWHERE, heartbeat=time.time() + off_s)
+        num_looks = itertools.count(1)
+
+        def beats() -> None:
+            if next(num_looks) == 3:
+                alter_record(job, heartbeat=time.time() + off_s)
+
+        with (
+            pytest.raises(DriverAlive, match="on elsewhere"),
+            acquire_driver_lock(job, look_again=beats),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
+def test_a_driver_on_another_host_that_stays_silent_holds_nothing(
+    job: JobDirectory, monkeypatch: pytest.MonkeyPatch, off_s: float
+) -> None:
+    monkeypatch.setattr(driver_lock, "STALE_AFTER_S", 0.2)
+    with acquire_driver_lock(job) as first:
+        alter_record(job, host=ELSEWHERE, heartbeat=time.time() + off_s)
+        with acquire_driver_lock(job) as second:
+            assert (first.is_held, second.is_held) == (False, True)
+
+
+def test_a_driver_that_was_watched_for_long_enough_is_not_watched_again(
+    job: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_lock, "STALE_AFTER_S", 0.2)
+    with acquire_driver_lock(job):
+        alter_record(job, host=ELSEWHERE, heartbeat=time.time())
+        record, watch = read_driver(job), DriverWatch()
+        assert record is not None
+        while watch.is_alive(record):
+            time.sleep(0.01)
+
+        def never() -> None:
+            raise AssertionError("looked again")
+
+        with acquire_driver_lock(job, watch=watch, look_again=never) as lock:
             assert lock.is_held
 
 

@@ -228,7 +228,7 @@ def test_other_actors_and_leases_between_runs_change_no_byte(
 def test_two_drivers_at_once_double_work_and_no_row(
     fresh: Path, undisturbed: tuple[Path, Path, Path], tmp_path: Path, tally: Tally
 ) -> None:
-    """The lease is advisory: here it is taken away from under the first driver."""
+    """The driver's lock is advisory: here it is taken away from under the first driver."""
     root = copied(fresh, tmp_path)
     first = begin_drive(root, num_actors=1)
     job = JobDirectory.open(root)
