@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from spot_batch.inputs.errors import InputError, RowFault, called
 from spot_batch.inputs.table_files import read_table, stream_table
-from spot_batch.inputs.text_files import TEXTS, read_text, scan_text, text_chunk
+from spot_batch.inputs.text_files import LINES, TEXTS, read_lines, scan_text, text_chunk
 from spot_batch.inputs.text_row import TextRow
 from spot_batch.inputs.unchanged import check_file, size_and_time
-from spot_batch.records.input import CHUNK_ROWS, InputFile, PinnedInput
+from spot_batch.records.input import CHUNK_ROWS, InputChunk, InputFile, PinnedInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class RowsInPlace:
         self._checked = {
             number: (file.size, file.mtime_ns) for number, file in enumerate(pinned.files)
         }
+        self._onward = _Onward()
 
     def read(self, number: int) -> Chunk:
         chunk = self._pinned.chunks[number]
@@ -53,13 +54,31 @@ class RowsInPlace:
             self._checked[chunk.file] = check_file(self._pinned, chunk.file)
         with _reading(file):
             if file.format in TEXTS:
-                rows = read_text(path, file.format, chunk)
+                by_range = read_lines if file.format in LINES else self._onward.rows
+                rows = by_range(path, file.format, chunk)
                 result = _of_text(rows, file, self._schema, self._pinned)
             else:
                 result = _of_table(read_table(path, file.format, chunk, self._schema), id_column)
         if result.table.num_rows != chunk.num_rows:
             raise InputError(f"{path}: changed since the job was submitted")
         return result
+
+
+class _Onward:
+    """Reads chunks of a file whose rows have no address: the next one goes on from the last."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._at = 0
+        self._rows: Iterator[TextRow] = iter(())
+
+    def rows(self, path: Path, kind: str, chunk: InputChunk) -> Iterable[TextRow]:
+        if path != self._path or chunk.offset < self._at:
+            self._path, self._at, self._rows = path, 0, scan_text(path, kind)
+        passed = islice(self._rows, chunk.offset - self._at, None)
+        found = list(islice(passed, chunk.num_rows))
+        self._at = chunk.offset + len(found)
+        return found
 
 
 def stream_chunks(pinned: PinnedInput, schema: pa.Schema) -> Iterator[Chunk]:

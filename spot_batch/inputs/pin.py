@@ -227,20 +227,24 @@ class _Place:
 
 
 class _ChunkBuilder:
-    """Gathers rows into chunks of CHUNK_ROWS; a format without offsets has one chunk a file."""
+    """Gathers rows into chunks of CHUNK_ROWS. Where a row's first byte is not known (formats that
+    are not of lines), a chunk's offset is the number of rows before it."""
 
     def __init__(self, file: int, kind: str) -> None:
         self._file = file
-        self._size = CHUNK_ROWS if kind in LINES else None
+        self._has_offsets = kind in LINES
         self._chunks: list[InputChunk] = []
         self._first = self._rows = self._offset = self._end = self._line = 0
+        self._num_before = 0
 
     def add(self, row: int, *, offset: int, num_bytes: int, line: int) -> None:
         if self._rows == 0:
-            self._first, self._offset, self._line = row, offset, line
+            self._first, self._line = row, line
+            self._offset = offset if self._has_offsets else self._num_before
         self._rows += 1
-        self._end = offset + num_bytes
-        if self._rows == self._size:
+        self._num_before += 1
+        self._end = offset + num_bytes if self._has_offsets else self._offset
+        if self._rows == CHUNK_ROWS:
             self._close()
 
     def finish(self) -> list[InputChunk]:

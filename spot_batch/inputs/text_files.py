@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,9 +40,10 @@ def scan_text(path: Path, kind: str) -> Iterator[TextRow]:
     return _SCANNERS[kind](path)
 
 
-def read_text(path: Path, kind: str, chunk: InputChunk) -> Iterator[TextRow]:
-    """The rows of a chunk."""
-    return _READERS[kind](path, chunk)
+def read_lines(path: Path, kind: str, chunk: InputChunk) -> Iterator[TextRow]:
+    """The rows of a chunk of a format of LINES."""
+    rows = _read_jsonl(path, chunk)
+    return map(_request, rows) if kind == "openai-batch" else rows
 
 
 def text_chunk(
@@ -210,10 +210,6 @@ def _scan_requests(path: Path) -> Iterator[TextRow]:
     return map(_request, _scan_jsonl(path))
 
 
-def _read_requests(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
-    return map(_request, _read_jsonl(path, chunk))
-
-
 def _request(row: TextRow) -> TextRow:
     if row.values is None:
         return row
@@ -252,26 +248,9 @@ def _scan_json(path: Path) -> Iterator[TextRow]:
             yield TextRow(0, 0, 0, row)
 
 
-def _read_json(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
-    return islice(_scan_json(path), chunk.num_rows)
-
-
-# -- CSV -------------------------------------------------------------------------------------------
-
-
-def _read_csv(path: Path, chunk: InputChunk) -> Iterator[TextRow]:
-    return islice(scan_csv(path), chunk.num_rows)
-
-
 _SCANNERS: dict[str, Callable[[Path], Iterator[TextRow]]] = {
     "jsonl": _scan_jsonl,
     "openai-batch": _scan_requests,
     "json": _scan_json,
     "csv": scan_csv,
-}
-_READERS: dict[str, Callable[[Path, InputChunk], Iterator[TextRow]]] = {
-    "jsonl": _read_jsonl,
-    "openai-batch": _read_requests,
-    "json": _read_json,
-    "csv": _read_csv,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import mmap
 import os
 import secrets
 import shutil
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 PUSH_S = 10.0
 KEEP_S = 5.0  # a machine that is lost copies again what it had copied since
+_MOST_IN_MEMORY = 64 << 20
+_MOST_AT_ONCE = 1 << 30
 _PULL_TRIES = 5  # a listing is old as soon as it is there
 _MARK = "_spot/mirror.json"  # of this machine alone
 _OWNER = "_spot/mirrored-by"  # in the store alone
@@ -145,7 +148,7 @@ class Mirror:
                     if name == _SUCCESS:
                         self._remove(files, base, there - here.keys(), state)
                     with suppress(FileNotFoundError):  # published under another name meanwhile
-                        self._put(files, f"{base}/{name}", (self.root / name).read_bytes())
+                        self._put(files, f"{base}/{name}", _contents(self.root / name))
                         state.here[name] = here[name]
                         state.there.pop(name, None)
                     keep()
@@ -205,12 +208,15 @@ class Mirror:
                     found[name] = stat
         return found
 
-    def _put(self, files: Any, path: str, data: bytes) -> None:
-        """One write, so that a reader sees the file whole or not at all."""
+    def _put(self, files: Any, path: str, data: bytes | mmap.mmap) -> None:
+        """One write, so that a reader sees the file whole or not at all; of a file that is too
+        large for one, several."""
         if not self.url.startswith(("s3://", "gs://")):  # those have no folders
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with files.open(path, "wb") as sink:
-            sink.write(data)
+        with files.open(path, "wb") as sink, memoryview(data) as view:
+            for start in range(0, len(view), _MOST_AT_ONCE):
+                with view[start : start + _MOST_AT_ONCE] as some:
+                    sink.write(some)
 
     def _store(self) -> tuple[Any, str]:
         files, base = file_system(self.url)
@@ -265,6 +271,14 @@ class Mirror:
         except Exception as error:
             why = " ".join(str(error).split())[:300] or type(error).__name__
             raise OutputError(f"{redacted(self.url)}: cannot be {done}: {why}") from error
+
+
+def _contents(path: Path) -> bytes | mmap.mmap:
+    """What a file holds; a large one is not brought into memory for it."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size <= _MOST_IN_MEMORY:
+            return file.read()
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager

@@ -40,8 +40,9 @@ class InputFile:
 class InputChunk:
     """Neighbouring rows that are read together: where they stand in their file.
 
-    `offset` and `num_bytes` are bytes for text formats, a row group or batch number and 0 for the
-    others. `line` is the 1-based line of the first row, 0 where lines mean nothing.
+    `offset` and `num_bytes` are bytes for formats of lines; for others `offset` is the number of a
+    row group or batch, or of the rows before (CSV and JSON), and `num_bytes` is 0. `line` is the
+    1-based line of the first row, 0 where lines mean nothing.
     """
 
     file: int

@@ -29,15 +29,15 @@ from spot_batch.jobdir.segments import publish_segment
 from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
 from spot_batch.records.results import CheckResult
 from spot_batch.terminal.screen import Screen, printable
-from tests.jobdir.jobs import make_outcomes
+from tests.jobdir.jobs import make_outcomes, write_jsonl
 from tests.service.jobs import begin
 
 
 class Done:
     """What a command did, its output and complaints apart."""
 
-    def __init__(self, arguments: Sequence[str | Path]) -> None:
-        result = CliRunner().invoke(app, [str(each) for each in arguments])
+    def __init__(self, arguments: Sequence[str | Path], *, given: str | None = None) -> None:
+        result = CliRunner().invoke(app, [str(each) for each in arguments], input=given)
         self.code, self.shown, self.wrong = result.exit_code, result.stdout, result.stderr
 
 
@@ -193,6 +193,26 @@ def test_validate_renders_prompts_and_counts_rows_that_cannot_be_used(tmp_path: 
     assert document["faults"] == {"empty_prompt": 1}
     assert (document["exit_code"], document["num_unreadable"]) == (3, 0)
     assert document["columns"]["generation"] == "string"
+
+
+def test_what_is_left_out_beside_an_instruction_is_said(tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "input": "1 and 2", "output": "3"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    done = Done(["submit", "-i", path, "-o", tmp_path / "out", "--dry-run"])
+    assert "prompts in column 'instruction' ('input' is left out of them; --template" in done.shown
+    both = [*("--template", "{{ instruction }} {{ input }}"), "-o", tmp_path / "out", "--dry-run"]
+    assert "Add. 1 and 2" in Done(["submit", "-i", path, *both]).shown
+
+
+def test_the_standard_input_and_a_column_of_messages(tmp_path: Path) -> None:
+    rows = json.dumps({"text": "no", "chat": [{"role": "user", "content": "one?"}]}) + "\n"
+    done = Done(
+        ["submit", "-i", "-", "--messages", "chat", "-o", tmp_path / "out", "--dry-run"],
+        given=rows,
+    )
+    assert done.code == 0, done.wrong
+    assert "1 rows, prompts in column 'chat'" in done.shown
+    assert "one?" in done.shown
 
 
 def test_validate_and_submit_count_the_same_unreadable_rows(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
 from spot_batch.records.input import PinnedInput
+from tests.inputs.test_pin import write_as
 from tests.jobdir.jobs import make_spec, write_jsonl
 
 NUM_ROWS = 2_600
@@ -40,6 +41,22 @@ def test_rows_come_in_the_order_asked_for(rows: PinnedInput, wanted: list[int]) 
 def test_the_index_has_a_chunk_for_every_1024_rows(rows: PinnedInput) -> None:
     assert [chunk.num_rows for chunk in rows.chunks] == [1_024, 1_024, 552]
     assert [chunk.line for chunk in rows.chunks] == [1, 1_025, 2_049]
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_chunks_of_a_file_without_addresses_are_read_in_any_order(
+    tmp_path: Path, kind: str
+) -> None:
+    for name, start in (("a", 0), ("b", NUM_ROWS)):
+        table = pa.table({"prompt": [f"p{i}" for i in range(start, start + NUM_ROWS)]})
+        write_as(tmp_path / f"{name}.{kind}", table)
+    pinned = pin(tmp_path / f"*.{kind}")
+    assert [chunk.num_rows for chunk in pinned.chunks] == [1_024, 1_024, 552] * 2
+    reader = InputReader(pinned)
+    for row in (2_599, 0, 5_199, 1_100, 2_600, 3_700, 5_000, 7):
+        assert reader.read([row]).table["prompt"].to_pylist() == [f"p{row}"]
+    lines = [chunk.line for chunk in pinned.chunks]
+    assert lines == ([2, 1_026, 2_050] * 2 if kind == "csv" else [0] * 6)
 
 
 def test_a_faulty_row_is_nulls_beside_its_neighbours(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -98,6 +100,15 @@ def test_what_was_unpacked_goes_when_its_rows_are_copied(tmp_path: Path) -> None
     pinned = pin(tmp_path / "a.jsonl.gz", tmp_path / "kept")
     assert [str(path) for path in (tmp_path / "kept").iterdir()] == [pinned.copy]
     assert InputReader(pinned).where(0) == "a.jsonl.gz line 1"
+
+
+def test_a_dataset_that_was_written_beside_the_job_needs_no_copy(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(tmp_path / "saved")
+    pinned = pin(tmp_path / "saved", tmp_path / "kept")
+    assert not pinned.copy
+    shutil.rmtree(tmp_path / "saved")
+    check_unchanged(pinned)
+    assert InputReader(pinned).read([0]).table["prompt"].to_pylist() == ["a"]
 
 
 def test_an_input_beyond_the_limit_stays_where_it_is_and_is_looked_at(tmp_path: Path) -> None:

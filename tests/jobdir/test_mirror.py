@@ -77,6 +77,17 @@ def test_a_finished_job_is_whole_in_the_store_and_on_any_machine(s3: Any, tmp_pa
     assert spot_batch.load(URL, "errors")["row_index"] == [5]
 
 
+@pytest.mark.parametrize("url", [URL, "memory://rows/large"])
+def test_files_too_large_for_memory_and_for_one_write_are_copied_whole(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr("spot_batch.jobdir.mirror._MOST_IN_MEMORY", 100)
+    monkeypatch.setattr("spot_batch.jobdir.mirror._MOST_AT_ONCE", 77)
+    job = begin(tmp_path, url)
+    finish(job)
+    assert files(folder_of(url)) == files(job.root)
+
+
 def test_another_machine_goes_on_with_what_the_store_has(s3: Any, tmp_path: Path) -> None:
     job = begin(tmp_path)
     with mirrored(job.root):
