@@ -85,18 +85,22 @@ def resolve_model(
     revision: str | None = None,
     block_length: int | None = None,
     mask_id: int | None = None,
+    weight_hash: str | None = None,
     report: LoadReport = unreported,
 ) -> ModelInfo:
     """Look a target up: packaged, a local folder or a hub id; its weights are here afterwards.
 
     Raises ModelError where it is not there, not of a known family, a fact is missing, or its weight
     files are incomplete or not what the config says. What contradicts itself is warned about.
+    Weights are read for their hash unless it is given.
     """
     path = locate(target, revision=revision, report=report)
     info = describe_folder(target, path, block_length=block_length, mask_id=mask_id)
     check_weights(info)
     for warning in info.warnings:
         logger.warning("%s", warning)
+    if weight_hash is not None:
+        return replace(info, weight_hash=weight_hash)
     return with_weight_hash(info, report=report)
 
 

@@ -85,7 +85,8 @@ def load_engine(job: JobDirectory, device: torch.device, report: LoadReport = un
     from spot_batch.models.numerics import measure_numerics
 
     spec = job.spec
-    info = model_info(spec, report=report)
+    # Weights are read for their hash by the plan, at each run: an actor need not read them again.
+    info = model_info(spec, weight_hash=str(job.fields["model.weights"]), report=report)
     drafter = choose_drafter(wanted_drafter(spec), info)
     tokenizer = load_tokenizer(info.path)
     target = load_job_target(spec, info, device, report)
@@ -220,14 +221,17 @@ def _latency(
     return LatencyTable.from_json(keep_latency(job, of_what, table.to_json()))
 
 
-def model_info(spec: JobSpec, *, report: LoadReport = unreported) -> ModelInfo:
-    """The spec's target, looked up; no weights are loaded."""
+def model_info(
+    spec: JobSpec, *, weight_hash: str | None = None, report: LoadReport = unreported
+) -> ModelInfo:
+    """The spec's target, looked up; no weights are loaded, nor read where their hash is given."""
     target = spec.model.target
     return resolve_model(
         target.path,
         revision=target.revision,
         block_length=target.block_length,
         mask_id=target.mask_id,
+        weight_hash=weight_hash,
         report=report,
     )
 

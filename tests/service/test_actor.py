@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spot_batch.checkpoints.weights import hash_weights
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
 from spot_batch.jobdir.check import compare_audits
 from spot_batch.jobdir.checkpoints import Checkpoints
@@ -24,11 +25,13 @@ from spot_batch.jobdir.scan import scan
 from spot_batch.models.block import BlockTarget
 from spot_batch.models.numerics import NumericsMismatch
 from spot_batch.records.lending import Lease, News, Purpose, Receipt
+from spot_batch.records.progress import LoadReport, unreported
 from spot_batch.records.results import Begun, Completion, SampleStats
 from spot_batch.records.sampling import Request
 from spot_batch.service.actor import Actor, ActorInfo
 from tests.service import pool
 from tests.service.jobs import begin, prompts, small_spec, write_rows
+from tests.tiny_models import write_target
 
 SHORT: Mapping[str, object] = {"generation.max_new_tokens": 12, "resources.actors": 1}
 AUTO: Mapping[str, object] = {"engine.max_sequences": 1, "speculation.budget": "auto"}
@@ -363,3 +366,23 @@ def test_memory_that_ends_in_the_head_costs_no_row_and_no_bit(
     actor.stop()
     assert ended
     assert rows_of(job) == rows_of(whole)
+
+
+def test_weights_are_read_for_their_hash_by_the_plan_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+
+    def counting(path: Path, *, report: LoadReport = unreported) -> str:
+        hashed.append(path)
+        return hash_weights(path, report=report)
+
+    monkeypatch.setattr("spot_batch.checkpoints.registry.hash_weights", counting)
+    target = write_target(tmp_path / "target")
+    job = make_job(tmp_path, prompts(1), {"model.target": str(target), **AUTO})
+    assert hashed == [target]
+    with acting(job):
+        pass
+    with acting(job, 1):
+        pass
+    assert hashed == [target]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from spot_batch.jobdir.segments import publish_segment
 from spot_batch.records.lending import Lease
 from spot_batch.records.results import Completion, SampleStats
 from spot_batch.service.actor import Actor
+from spot_batch.service.leases import LeasePool
 from spot_batch.service.plan import JobPlan
 from spot_batch.service.progress import Exit, Silent
 from spot_batch.service.run import JobResult, run_job
 from spot_batch.service.verdict import verdict_on_the_drawn
 from tests.service.jobs import begin, prompts, small_spec, write_rows
-from tests.service.pool import Pool
+from tests.service.pool import Pool, PoolCrew
 
 SHORT = {"generation.max_new_tokens": 6, "equivalence.min_rows": 0}
 
@@ -214,3 +215,46 @@ def test_a_job_of_errors_alone_says_that_nothing_was_compared(tmp_path: Path) ->
     assert result.summary.check is not None
     assert result.summary.check.num_compared == 0
     assert "No sample was compared" in job.readme.read_text()
+
+
+class Lonely(Pool):
+    """A workplace that is asked for eight actors and has room for one."""
+
+    def crew(self, job: JobDirectory, *, num_pending: int) -> PoolCrew:
+        crew = super().crew(job, num_pending=num_pending)
+        crew.start_missing()
+        crew.num_wanted = 8
+        return crew
+
+
+def test_the_end_of_a_job_is_shared_out_among_actors_that_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PoolCrew, "start_missing", started_once(PoolCrew.start_missing))
+    shares: list[int] = []
+    fill = LeasePool.fill
+
+    def noting(self: LeasePool, actor: int, *, room: int, num_actors: int) -> list[Lease]:
+        shares.append(num_actors)
+        return fill(self, actor, room=room, num_actors=num_actors)
+
+    monkeypatch.setattr(LeasePool, "fill", noting)
+    job, plan = begin(tmp_path / "out", small_spec(write_rows(tmp_path, prompts(24))))
+    with acquire_driver_lock(job) as lock:
+        result = run_job(
+            job, plan.facts, Silent(), lock=lock, workplace=lambda job: nullcontext(Lonely(1))
+        )
+    assert result.exit_code == Exit.COMPLETE
+    assert set(shares) == {1}
+
+
+def started_once(start_missing: Callable[[PoolCrew], None]) -> Callable[[PoolCrew], None]:
+    """Starts the missing actors at the first call alone."""
+    calls: list[PoolCrew] = []
+
+    def start(crew: PoolCrew) -> None:
+        if not calls:
+            start_missing(crew)
+        calls.append(crew)
+
+    return start
