@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 
+from spot_batch.records.lending import Lease, News
 from spot_batch.records.progress import LoadProgress
 from spot_batch.service.actor import Actor, ActorInfo
 
+NUM_ACTORS = 2
 PATIENCE_S = 60.0
 
 
@@ -22,6 +26,15 @@ class WatchedActor(Actor):
             self._num_asked += 1
             self._asked.notify_all()
         return answer
+
+    def exchange(self, leases: Sequence[Lease], timeout_s: float) -> News:
+        """Nothing is decoded before all have loaded: one alone could end the job meanwhile."""
+        (self._out.parent / f"loaded-{self._index}").touch()
+        end_s = time.monotonic() + PATIENCE_S
+        while len(list(self._out.parent.glob("loaded-*"))) < NUM_ACTORS:
+            assert time.monotonic() < end_s, "the other actor has not loaded"
+            time.sleep(0.02)
+        return super().exchange(leases, timeout_s)
 
     def _note(self, progress: LoadProgress) -> None:
         super()._note(progress)
