@@ -20,12 +20,18 @@ from spot_batch.jobdir.card import describe_check
 from spot_batch.jobdir.mirror import address_of
 from spot_batch.records.lending import Receipt
 from spot_batch.records.progress import Heartbeat, LoadProgress
-from spot_batch.service.progress import describe, describe_drafting, describe_load, describe_loads
+from spot_batch.service.progress import (
+    describe,
+    describe_drafting,
+    describe_load,
+    describe_loads,
+    describe_saved,
+)
 from spot_batch.terminal.screen import Screen
 
 if TYPE_CHECKING:
     from spot_batch.jobdir.directory import JobDirectory
-    from spot_batch.jobdir.summary import Summary, Totals
+    from spot_batch.jobdir.summary import Summary
     from spot_batch.service.plan import JobPlan
 
 PLAIN_LINE_S = 30.0
@@ -232,13 +238,6 @@ def _faults(plan: JobPlan) -> str:
     return f"{as_json}; {pinned.num_faults:,} {are} unreadable, the first: {pinned.faults[0]}"
 
 
-def _saved(totals: Totals) -> str:
-    saved = totals.num_draft_free_forwards - totals.num_forwards
-    if saved < 0:
-        return f"{-saved:,} more, since what is made again after a stop counts twice"
-    return f"{saved:,} saved ({100 * totals.forwards_saved:.1f} %)"
-
-
 def resume_command(out: Path) -> str:
     return f"spot-batch resume {shlex.quote(address_of(out))}"
 
@@ -271,13 +270,15 @@ def show_results(
     tokens = f"{totals.num_tokens:,}"
     if heartbeat is not None and heartbeat.tokens_per_s > 0:
         tokens += f", {heartbeat.tokens_per_s:,.0f} a second"
+    num_saved = totals.num_draft_free_forwards - totals.num_forwards
+    saved = describe_saved(num_saved, f"{num_saved:,} saved ({100 * totals.forwards_saved:.1f} %)")
     facts = [
         ("rows", rows),
         ("tokens", tokens),
         (
             "forwards",
             f"{totals.num_forwards:,} where draft-free decoding takes "
-            f"{totals.num_draft_free_forwards:,}: {_saved(totals)}",
+            f"{totals.num_draft_free_forwards:,}: {saved}",
         ),
     ]
     run = summary.facts

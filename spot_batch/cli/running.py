@@ -18,12 +18,12 @@ from spot_batch.cli.job_screen import (
     show_plan,
     show_results,
 )
-from spot_batch.job.fingerprint import diff_fields
+from spot_batch.cli.output import check_output, check_planned, check_same, file_format
 from spot_batch.job.reading import dump_spec, load_spec
 from spot_batch.job.remote import is_url
 from spot_batch.job.spec import JobSpec, SpecError
 from spot_batch.jobdir.creation import as_it_was_if_refused, check_usable, create_or_open
-from spot_batch.jobdir.directory import JobDirectory, SpecConflict
+from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.driver_lock import DriverAlive, DriverWatch, acquire_driver_lock, read_driver
 from spot_batch.jobdir.events import read_heartbeat
 from spot_batch.jobdir.files import OutputError
@@ -31,7 +31,7 @@ from spot_batch.jobdir.layout import Layout
 from spot_batch.jobdir.mirror import Mirror, address_of, folder_of, is_driven_from, mirrored
 from spot_batch.jobdir.retry import begin_retry, retried_parts
 from spot_batch.records.progress import Heartbeat
-from spot_batch.results.export import ExportSpec, export, format_of
+from spot_batch.results.export import ExportSpec, export
 from spot_batch.service.plan import JobPlan, plan_job, plan_of
 from spot_batch.service.progress import ENDED, Exit
 from spot_batch.service.run import JobResult, run_job
@@ -54,12 +54,12 @@ def new_job(spec: JobSpec, *, save_spec: Path | None = None) -> JobCommand:
     """A job by its spec: begun in its directory, or gone on with there where it is the same."""
     if spec.output.path is not None and is_url(spec.output.path):
         folder_of(spec.output.path)
-    directory = Layout(spec.directory)
-    _check_output(spec, directory)
+    directory = check_output(spec)
 
     def plan(screen: Screen) -> JobPlan:
         check_usable(directory)
         planned = plan_job(spec, directory.root, report=LoadLines(screen))
+        check_planned(directory, planned)
         _show_planned(screen, planned, save_spec)
         return planned
 
@@ -104,14 +104,14 @@ def retried_job(out: Path, codes: Sequence[str]) -> JobCommand:
 def show_dry_run(spec: JobSpec, *, save_spec: Path | None = None, as_json: bool = False) -> int:
     """What a job would be; nothing is started or left behind."""
     screen = Screen(to_stderr=as_json)
-    out = spec.directory
-    _check_output(spec, Layout(out))
+    directory = check_output(spec)
     with tempfile.TemporaryDirectory() as kept:
-        plan = plan_job(spec, out, kept=Path(kept), report=LoadLines(screen))
+        plan = plan_job(spec, directory.root, kept=Path(kept), report=LoadLines(screen))
+        check_planned(directory, plan)
         _show_planned(screen, plan, save_spec)
     screen.line("dry run: nothing was started")
     if as_json:
-        head = {"out": spec.output.path or str(out), "fingerprint": plan.fingerprint}
+        head = {"out": spec.output.path or str(directory.root), "fingerprint": plan.fingerprint}
         print(json.dumps({**head, **plan.fields}))
     return Exit.COMPLETE
 
@@ -138,12 +138,6 @@ def run_or_follow(asked: JobCommand, *, as_json: bool = False) -> int:
                 if exit_code is not None:
                     return exit_code
                 screen.line("its driver is gone: going on with the job here")
-
-
-def _check_output(spec: JobSpec, directory: Layout) -> None:
-    file = spec.output.file
-    if file is not None and file.exists() and not directory.exists:
-        raise OutputError(f"{file}: is there already; give another output")
 
 
 def _show_planned(screen: Screen, plan: JobPlan, save_spec: Path | None) -> None:
@@ -173,27 +167,17 @@ def _attend(
     mirror = Mirror.of(directory.root)
     if mirror is not None and not is_driven_from(mirror):  # what it does is not seen here
         raise OutputError(f"{alive}: let it end there, or stop it") from None
-    _check_same(directory, plan)
+    check_same(directory, plan)
     screen.line(f"{alive}: following it (Ctrl-C leaves it running)")
     try:
         heartbeat = follow(screen, directory, watch)
     except KeyboardInterrupt:
         screen.line("it goes on without this command")
         return Exit.RESUMABLE
-    _check_same(directory, plan)  # it may not have said what it is when following began
+    check_same(directory, plan)  # it may not have said what it is when following began
     if heartbeat is None:
         return None
     return _say_followed(screen, directory, heartbeat, as_json=as_json)
-
-
-def _check_same(directory: Layout, plan: JobPlan) -> None:
-    """SpecConflict where the running job is another one."""
-    if not directory.exists:
-        return  # its driver is about to write what it is
-    job = JobDirectory.open(directory.root)
-    if job.fingerprint != plan.fingerprint:
-        now = json.loads(json.dumps(plan.fields))
-        raise SpecConflict(str(directory.root), tuple(diff_fields(job.fields, now)))
 
 
 def follow(screen: Screen, directory: Layout, watch: DriverWatch) -> Heartbeat | None:
@@ -241,8 +225,7 @@ def _publish_file(screen: Screen, job: JobDirectory) -> None:
     file = job.spec.output.file
     if file is None or not job.is_complete:
         return
-    kind = "openai-batch" if job.spec.input.format == "openai-batch" else format_of(file)
-    num_rows = export(job, file, ExportSpec(format=kind))
+    num_rows = export(job, file, ExportSpec(format=file_format(job.spec)))
     screen.line(f"{file}: {num_rows:,} rows")
 
 

@@ -38,7 +38,13 @@ def show_status(out: Path, *, as_json: bool) -> int:
     )
     if not alive:
         heartbeat = replace(
-            heartbeat, num_in_flight=0, num_actors=0, loading=(), eta_s=None, tokens_per_s=0.0
+            heartbeat,
+            num_in_flight=0,
+            num_actors=0,
+            loading=(),
+            silent=(),
+            eta_s=None,
+            tokens_per_s=0.0,
         )
     if as_json:
         tree: dict[str, object] = {"out": address_of(job.root), "name": job.spec.name}

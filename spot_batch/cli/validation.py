@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pyarrow as pa
-
 from spot_batch.cli.job_screen import LoadLines, show_plan
+from spot_batch.cli.output import check_output, check_planned, columns_of
 from spot_batch.inputs.prepare import PreparedSample
+from spot_batch.inputs.reader import InputReader
 from spot_batch.job.spec import JobSpec
-from spot_batch.jobdir.schema import completion_schema
 from spot_batch.records.results import SKIP_CODES
 from spot_batch.service.plan import JobPlan, plan_job
 from spot_batch.service.progress import Exit
@@ -32,11 +32,13 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
     from spot_batch.models.block import check_network
 
     screen = Screen(to_stderr=as_json)
+    directory = check_output(spec)
     with tempfile.TemporaryDirectory() as scratch:
-        plan = plan_job(spec, Path(scratch), report=LoadLines(screen))
+        plan = plan_job(spec, directory.root, kept=Path(scratch), report=LoadLines(screen))
+        check_planned(directory, plan)
         check_network(plan.info)
-        schema = completion_schema(pa.ipc.read_schema(pa.py_buffer(plan.pinned.schema)), plan.spec)
         samples = plan.first(NUM_MEASURED * plan.spec.generation.n)
+        unreadable = _unreadable(plan)
         if not as_json:
             show_plan(screen, plan, plan.spec.directory)
     rows = samples[:: plan.spec.generation.n]
@@ -49,8 +51,9 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
             "num_rows": plan.pinned.num_rows,
             "num_samples": plan.num_samples,
             "drafter": plan.drafter.name,
-            "columns": {field.name: str(field.type) for field in schema},
+            "columns": {field.name: str(field.type) for field in columns_of(plan)},
             "num_unreadable": plan.pinned.num_faults,
+            "unreadable_codes": unreadable,
             "unreadable": plan.pinned.faults,
             "measured_rows": len(rows),
             "faults": {each: len(messages) for each, messages in faults.items()},
@@ -66,7 +69,7 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         if row.request is not None:
             screen.line(f"next prompt, {len(row.request.prompt_ids)} tokens:", style="bold")
             screen.quoted(row.prompt_text, num_lines=4, num_chars=300)
-    screen.line("columns: " + ", ".join(f"{field.name} {field.type}" for field in schema))
+    screen.line("columns: " + ", ".join(f"{field.name} {field.type}" for field in columns_of(plan)))
     if lengths:
         screen.line(
             f"prompt tokens of {len(lengths):,} rows: least {lengths[0]}, "
@@ -74,8 +77,12 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
         )
     for fault in plan.pinned.faults:
         screen.line(f"unreadable: {fault}", style="yellow")
-    if plan.pinned.num_faults > len(plan.pinned.faults):
-        screen.line(f"and so on: {plan.pinned.num_faults:,} rows are unreadable", style="yellow")
+    if unreadable:
+        codes = ", ".join(f"{each} {count:,}" for each, count in unreadable.items())
+        screen.line(
+            f"{plan.pinned.num_faults:,} of {plan.pinned.num_rows:,} rows are unreadable: {codes}",
+            style="yellow",
+        )
     for each, messages in faults.items():
         screen.line(
             f"{len(messages):,} of {len(rows):,} rows cannot be used: {each}, "
@@ -89,6 +96,15 @@ def show_validation(spec: JobSpec, *, as_json: bool) -> int:
             style="bold yellow",
         )
     return code
+
+
+def _unreadable(plan: JobPlan) -> dict[str, int]:
+    """How many rows of the whole input cannot be read, by code; the most frequent comes first."""
+    if not plan.pinned.num_faults:
+        return {}
+    reader = InputReader(plan.pinned, columns=[])
+    faults = (fault for chunk in reader.chunks() for fault in chunk.faults.values())
+    return dict(Counter(fault.code for fault in faults).most_common())
 
 
 def _prompt_faults(plan: JobPlan, rows: Sequence[PreparedSample]) -> dict[str, list[str]]:

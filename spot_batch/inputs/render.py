@@ -93,7 +93,9 @@ class PromptRenderer:
         rendered = self._encoded(messages)
         if not rendered.token_ids:
             raise RowFault("empty_prompt", f"{self._from}: no token is left of it")
-        room = self._room(max_new_tokens)
+        room = room_beside(
+            max_new_tokens, block_length=self._block_length, max_context=self._max_context
+        )
         if len(rendered.token_ids) <= room:
             return rendered
         too_long = (
@@ -252,10 +254,6 @@ class PromptRenderer:
 
     # -- length ------------------------------------------------------------------------------------
 
-    def _room(self, max_new_tokens: int) -> int:
-        """How many prompt tokens fit before max_new_tokens, all in whole blocks."""
-        return self._max_context // self._block_length * self._block_length - max_new_tokens
-
     def _truncated(self, messages: Messages, room: int) -> RenderedPrompt | None:
         """The prompt with the beginning of its text left out; None where nothing of it fits.
 
@@ -306,6 +304,11 @@ class _Disguise:
         """Whether a token stands where a row spelt it out."""
         text, start, end = match.string, match.start(), match.end()
         return text[max(0, start - 1) : start] == self._before or text[end : end + 1] == self._after
+
+
+def room_beside(max_new_tokens: int, *, block_length: int, max_context: int) -> int:
+    """How many prompt tokens fit before `max_new_tokens`, all in whole blocks."""
+    return max_context // block_length * block_length - max_new_tokens
 
 
 def _last_chars(messages: Messages, keep: int, total: int) -> Messages:

@@ -67,6 +67,16 @@ def create_or_open(
 
 def check_usable(job: Layout) -> None:
     """OutputError unless the folder is absent, empty or a job's, and can be written to."""
+    check_free(job)
+    with speaking_plainly(job.root):
+        job.tmp.mkdir(parents=True, exist_ok=True)
+    probe = job.tmp / f"{os.getpid()}-probe"
+    write_durably(probe, b"")
+    probe.unlink(missing_ok=True)
+
+
+def check_free(job: Layout) -> None:
+    """What of `check_usable` can be known without writing anything."""
     root = job.root
     if root.exists() and not root.is_dir():
         raise OutputError(f"{root}: is a file; the output is a folder")
@@ -79,11 +89,11 @@ def check_usable(job: Layout) -> None:
                 f"{root}: is not empty and not a job directory (it holds {strangers[0]!r}); "
                 "give another output folder"
             )
-    with speaking_plainly(root):
-        job.tmp.mkdir(parents=True, exist_ok=True)
-    probe = job.tmp / f"{os.getpid()}-probe"
-    write_durably(probe, b"")
-    probe.unlink(missing_ok=True)
+    above = next(each for each in (root, *root.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise OutputError(f"{root}: a file stands in the way, {above}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(f"{root}: {above} may not be written to")
 
 
 @contextmanager

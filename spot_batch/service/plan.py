@@ -14,12 +14,13 @@ from spot_batch.checkpoints.tokenizer import load_tokenizer
 from spot_batch.drafters.registry import DrafterChoice, choose_drafter
 from spot_batch.inputs.pin import drop_sources, pin_input, recognised
 from spot_batch.inputs.prepare import PreparedSample, SamplePreparer
+from spot_batch.inputs.render import room_beside
 from spot_batch.inputs.sources import with_pipes_kept
 from spot_batch.inputs.template import with_template
 from spot_batch.inputs.unchanged import check_unchanged
 from spot_batch.job.fingerprint import diff_fields, fingerprint
 from spot_batch.job.reading import check_spec, with_model_defaults
-from spot_batch.job.spec import JobSpec
+from spot_batch.job.spec import JobSpec, SpecError
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
 from spot_batch.jobdir.layout import Layout
 from spot_batch.records.input import PinnedInput
@@ -87,11 +88,26 @@ def plan_job(
         info,
     )
     is_begun = Layout(out).exists
+    if not is_begun:
+        _check_length(spec, info)
     pinned = pin_input(spec, hub_dir=hub_dir, is_copied=kept is None and not is_begun)
     plan = _planned(spec, info, pinned)
     if is_begun:
         plan = replace(plan, pinned=_as_pinned_then(plan, JobDirectory.open(out)))
     return replace(plan, from_checkpoint=left_open, threshold_of=threshold_of)
+
+
+def _check_length(spec: JobSpec, info: ModelInfo) -> None:
+    """SpecError for a length that leaves no row a prompt; rows may bring lengths of their own."""
+    length = spec.generation.max_new_tokens
+    room = room_beside(length, block_length=info.block_length, max_context=info.max_context)
+    own = "max_new_tokens" in spec.generation.per_row or spec.input.format == "openai-batch"
+    if room < 1 and not own:
+        raise SpecError(
+            f"generation.max_new_tokens: {length:,} leave no room for a prompt: {info.name} has "
+            f"{info.max_context:,} positions in blocks of {info.block_length}; at most "
+            f"{length + room - 1:,} go"
+        )
 
 
 def _as_pinned_then(plan: JobPlan, job: JobDirectory) -> PinnedInput:

@@ -175,11 +175,19 @@ def describe_loads(heartbeat: Heartbeat) -> list[str]:
     return lines if left <= 0 else [*lines[:LOADS_SHOWN], f"and {left} more actors loading"]
 
 
+def describe_saved(num_saved: int, saved: str) -> str:
+    """What is `saved` of the forwards of draft-free decoding, or why there are more of them."""
+    if num_saved >= 0:
+        return saved
+    return f"{-num_saved:,} more, since what is made again after a stop counts twice"
+
+
 def describe(heartbeat: Heartbeat) -> str:
     """The progress line."""
     share = (
         100.0 * heartbeat.num_durable / heartbeat.num_samples if heartbeat.num_samples else 100.0
     )
+    num_saved, ratio = heartbeat.num_forwards_saved, heartbeat.forwards_ratio
     at_rest = heartbeat.state in AT_REST
     parts = [f"rows {heartbeat.num_durable:,}/{heartbeat.num_samples:,} ({share:.1f} %) durable"]
     if not at_rest:
@@ -189,7 +197,7 @@ def describe(heartbeat: Heartbeat) -> str:
         parts.append(f"{heartbeat.tokens_per_s:,.0f} tokens/s")
     parts += [
         f"accepted drafts {heartbeat.accepted_per_forward:.2f} a forward",
-        f"forwards saved {heartbeat.num_forwards_saved:,} ({heartbeat.forwards_ratio:.2f}x)",
+        f"forwards {describe_saved(num_saved, f'saved {num_saved:,} ({ratio:.2f}x)')}",
     ]
     if not at_rest:
         eta = describe_seconds(heartbeat.eta_s) if heartbeat.eta_s is not None else "-"

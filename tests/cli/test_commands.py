@@ -26,8 +26,9 @@ from spot_batch.jobdir.events import write_heartbeat
 from spot_batch.jobdir.finalize import finalize
 from spot_batch.jobdir.layout import Layout
 from spot_batch.jobdir.segments import publish_segment
-from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress
+from spot_batch.records.progress import ActorLoading, Heartbeat, LoadProgress, SilentActor
 from spot_batch.records.results import CheckResult
+from spot_batch.service.progress import describe
 from spot_batch.terminal.screen import Screen, printable
 from tests.jobdir.jobs import make_outcomes, write_jsonl
 from tests.service.jobs import begin
@@ -484,3 +485,96 @@ def test_forwards_made_again_after_a_stop_are_not_called_saved(
     shown = capsys.readouterr().out
     assert said in shown
     assert "No sample was compared" in shown
+
+
+REFUSED = ["validate", "dry run", "submit"]
+
+
+def refused(how: str, *arguments: object) -> Done:
+    more = ["submit", "--dry-run"] if how == "dry run" else [how]
+    return Done([*more, *arguments])
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_an_output_that_submit_refuses_is_found_before(
+    rows: Path, tmp_path: Path, how: str
+) -> None:
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "thesis.tex").write_text("")
+    file = tmp_path / "taken.jsonl"
+    file.write_text("")
+    for output, message in (
+        (strange, "is not empty and not a job directory (it holds 'thesis.tex')"),
+        (file, "is there already; give another output"),
+        (file / "out", "taken.jsonl"),
+    ):
+        done = refused(how, "-i", rows, "-o", output)
+        assert done.code == 2, done.shown
+        assert message in done.wrong
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [rows.name, "strange", "taken.jsonl"]
+    )
+    assert [each.name for each in strange.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_directory_of_another_job_is_found_before(tmp_path: Path, how: str) -> None:
+    path, out = tmp_path / "none.jsonl", tmp_path / "out"
+    path.write_text("")
+    assert Done(["submit", "-i", path, "-o", out]).code == 0
+    done = refused(how, "-i", path, "-o", out, "--seed", "7")
+    assert done.code == 2
+    assert "generation.seed" in done.wrong
+    assert refused(how, "-i", path, "-o", out).code == 0
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_column_that_the_one_file_cannot_hold_is_found_before(tmp_path: Path, how: str) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "answers.parquet"
+    path.write_text('{"prompt": "one?", "odd": {}}\n')
+    done = refused(how, "-i", path, "-o", out)
+    assert done.code == 2, done.shown
+    assert "column 'odd' is struct<>, which Parquet cannot hold" in done.wrong
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_length_beyond_the_context_is_found_before(rows: Path, tmp_path: Path, how: str) -> None:
+    done = refused(how, "-i", rows, "-o", tmp_path / "out", "--max-new-tokens", "2048")
+    assert done.code == 2, done.shown
+    said = (
+        "generation.max_new_tokens: 2,048 leave no room for a prompt: bundled has 2,048 positions"
+    )
+    assert said in done.wrong
+    assert "at most 2,047 go" in done.wrong
+
+
+def test_rows_that_cannot_be_read_are_counted_by_code(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "one?"}\n{"text"\n[1]\n{"text": "\xff"}\n')
+    done = Done(["validate", "-i", path])
+    assert "3 of 4 rows are unreadable: bad_json 2, bad_encoding 1" in done.shown
+    document = json.loads(Done(["validate", "-i", path, "--json"]).shown)
+    assert document["unreadable_codes"] == {"bad_json": 2, "bad_encoding": 1}
+
+
+def test_status_names_a_silent_actor_and_explains_forwards_beyond_draft_free(
+    tmp_path: Path,
+) -> None:
+    path, out = tmp_path / "none.jsonl", tmp_path / "out"
+    path.write_text("")
+    assert Done(["submit", "-i", path, "-o", out]).code == 0
+    job = Layout(out)
+    beat = replace(
+        _ended(time.time()),
+        state="running",
+        exit_code=None,
+        num_forwards_saved=-100,
+        silent=(SilentActor(3, 90.0),),
+    )
+    write_heartbeat(job, beat)
+    said = "forwards 100 more, since what is made again after a stop counts twice"
+    assert said in Done(["status", out]).shown
+    assert "silent" not in Done(["status", out]).shown, "nothing runs here any more"
+    assert "actor 3 silent for" in describe(beat)
