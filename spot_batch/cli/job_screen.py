@@ -18,6 +18,7 @@ from rich.text import Text
 from spot_batch.job.remote import is_url
 from spot_batch.jobdir.card import describe_check
 from spot_batch.jobdir.mirror import address_of
+from spot_batch.jobdir.schema import opens_in_datasets
 from spot_batch.records.lending import Receipt
 from spot_batch.records.progress import Heartbeat, LoadProgress
 from spot_batch.service.progress import (
@@ -299,8 +300,8 @@ def show_results(
         f"pyarrow.dataset.dataset({where + '/data'!r}, format='ipc').to_table()",
         f"polars.scan_ipc({where + '/data/*.arrow'!r}).collect()",
     ]
-    if not totals.num_completions or is_url(where):
-        del ways[1]  # load_dataset refuses a split without rows, and s3:// without s3fs
+    if not totals.num_completions or is_url(where) or not opens_in_datasets(job.schema):
+        del ways[1]  # it refuses a split without rows, s3:// without s3fs, and columns of maps
     facts.append(("load it", "\n".join(ways)))
     if totals.num_errors:
         facts.append(("errors", f"spot_batch.load({where!r}, 'errors')"))

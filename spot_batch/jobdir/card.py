@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+import pyarrow as pa
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from spot_batch.job.spec import JobSpec
+from spot_batch.jobdir.schema import completion_schema, opens_in_datasets
 from spot_batch.jobdir.summary import Summary, Totals
 from spot_batch.records.input import PinnedInput
 from spot_batch.records.results import CheckResult
@@ -80,10 +82,11 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _loading(facts: CardFacts) -> str:
-    lines = [
-        "```python",
-        "import datasets, polars, pyarrow.dataset",
-        'datasets.load_dataset("OUT")                         # copies into its cache',
+    input_schema = pa.ipc.read_schema(pa.py_buffer(facts.pinned.schema))
+    lines = ["```python", "import datasets, polars, pyarrow.dataset"]
+    if opens_in_datasets(completion_schema(input_schema, facts.spec)):
+        lines.append('datasets.load_dataset("OUT")                         # copies into its cache')
+    lines += [
         'pyarrow.dataset.dataset("OUT/data", format="ipc")',
         'polars.scan_ipc("OUT/data/*.arrow")',
         'import spot_batch; spot_batch.load("OUT")            # a datasets.Dataset',

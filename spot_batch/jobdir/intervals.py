@@ -96,10 +96,6 @@ class IntervalSet:
     def contains_all(self, other: IntervalSet) -> bool:
         return all(self.covers(each) for each in other.ranges())
 
-    @property
-    def num_ranges(self) -> int:
-        return len(self._starts)
-
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and self.covers(range(number, number + 1))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,8 @@ from spot_batch.jobdir.segments import (
     list_segments,
     read_segment,
     segment_actor,
+    totals_of,
 )
-from spot_batch.jobdir.summary import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -319,16 +318,18 @@ def _write_stats(
     data_path: Path,
     errors_path: Path,
 ) -> None:
+    prefix = job.spec.output.prefix
+    counted = _gather(segments, choice.all(), [prefix + "finish_reason", ERROR, STATS])
     facts = PartFacts(
         num_bytes=data_path.stat().st_size,
         num_errors=sum(choice.failed),
         sha256=sha256_of(data_path),
-        totals=_totals(job, segments, choice),
+        totals=totals_of(counted, prefix=prefix),
         errors_sha256=sha256_of(errors_path) if any(choice.failed) else None,
         revision=_revision(job, part_name),
     )
     schema = STATS_SCHEMA.with_metadata({**job.schema.metadata, PART_KEY: facts.to_json()})
-    own = [job.spec.output.prefix + name for name in ("row_index", "sample_index")]
+    own = [prefix + name for name in ("row_index", "sample_index")]
     actors = pa.array([segment_actor(segment.batch) for segment in segments], pa.string())
     names = pa.array([segment.info.name for segment in segments], pa.string())
 
@@ -349,27 +350,6 @@ def _write_stats(
             yield pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
 
     _write_part(path, schema, batches(), "zstd")
-
-
-def _totals(job: JobDirectory, segments: Sequence[_Segment], choice: _Choice) -> Totals:
-    reason = job.spec.output.prefix + "finish_reason"
-    reasons: Counter[str] = Counter()
-    codes: Counter[str] = Counter()
-    sums: Counter[str] = Counter()
-    for batch in _gather(segments, choice.all(), [reason, ERROR, STATS]):
-        reasons.update(filter(None, batch.column(reason).to_pylist()))
-        codes.update(filter(None, pc.struct_field(batch.column(ERROR), "code").to_pylist()))
-        stats = batch.column(STATS)
-        for field in stats.type:
-            sums[field.name] += pc.sum(pc.struct_field(stats, field.name)).as_py() or 0
-    return Totals(
-        num_samples=len(choice.sample_ids),
-        num_completions=len(choice.sample_ids) - sum(choice.failed),
-        num_errors=sum(choice.failed),
-        finish_reasons=dict(sorted(reasons.items())),
-        error_codes=dict(sorted(codes.items())),
-        **sums,
-    )
 
 
 def _write_part(

@@ -9,9 +9,7 @@ last, so that a stop anywhere leaves a job that goes on.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,7 +20,6 @@ from spot_batch.jobdir.scan import PartInfo, damaged, fault_of_parts, read_part,
 from spot_batch.jobdir.schema import ERROR, ERROR_STRUCT, SAMPLE_ID, STATS, STATS_STRUCT
 from spot_batch.jobdir.schema import segment_schema as schema_of_segments
 from spot_batch.jobdir.segments import BadSegment, list_segments, publish_rows, read_segment
-from spot_batch.jobdir.summary import Totals
 from spot_batch.records.results import MACHINE_CODES, ROW_CODES
 
 SEGMENT_ROWS = 8_192
@@ -43,7 +40,7 @@ def begin_retry(job: JobDirectory, codes: Collection[str] = ()) -> int:
     for part in affected:
         count += sum(n for code, n in part.totals.error_codes.items() if _is_retried(code, codes))
         for rows in _kept_rows(job, part, codes):
-            publish_rows(job, rows, totals=_totals(rows), actor="retry")
+            publish_rows(job, rows, actor="retry")
         job.reach("retry.kept")
         marker = json.dumps({"revision": part.revision + 1}).encode()
         publish_bytes(marker, job.retry / part.name, tmp=job.tmp)
@@ -96,8 +93,7 @@ def _open_audits(job: JobDirectory) -> None:
         codes = pc.struct_field(rows[ERROR].combine_chunks(), "code").to_pylist()
         kept = rows.filter(pa.array([code is None or code in ROW_CODES for code in codes]))
         if kept.num_rows:
-            totals = _totals(kept)
-            publish_rows(job, kept, totals=totals, purpose="audit", actor="retry")
+            publish_rows(job, kept, purpose="audit", actor="retry")
         path.unlink(missing_ok=True)
 
 
@@ -149,19 +145,3 @@ def _with_ids(table: pa.Table, prefix: str, n: int) -> pa.Table:
         pc.multiply(table[prefix + "row_index"], n), table[prefix + "sample_index"].cast(pa.int64())
     )
     return table.append_column(SAMPLE_ID, samples)
-
-
-def _totals(rows: pa.Table) -> Totals:
-    error = rows[ERROR].combine_chunks()
-    codes = Counter(filter(None, pc.struct_field(error, "code").to_pylist()))
-    stats = rows[STATS].combine_chunks()
-    sums: dict[str, Any] = {
-        f.name: pc.sum(pc.struct_field(stats, f.name)).as_py() or 0 for f in STATS_STRUCT
-    }
-    return Totals(
-        num_samples=rows.num_rows,
-        num_completions=rows.num_rows - codes.total(),
-        num_errors=codes.total(),
-        error_codes=dict(sorted(codes.items())),
-        **sums,
-    )

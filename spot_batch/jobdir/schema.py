@@ -165,6 +165,19 @@ def completion_schema(input_schema: pa.Schema, spec: JobSpec) -> pa.Schema:
     return pa.schema(fields)
 
 
+def opens_in_datasets(schema: pa.Schema) -> bool:
+    """Whether `datasets.load_dataset` has a type for every column of data/; it lacks maps."""
+    return all(_has_feature(field.type) for field in schema)
+
+
+def _has_feature(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_map(kind) or types.is_union(kind) or types.is_interval(kind):
+        return False
+    inner = [kind.field(place) for place in range(kind.num_fields)]
+    return all(_has_feature(field.type) for field in inner)
+
+
 def segment_schema(data_schema: pa.Schema) -> pa.Schema:
     """A data row or an error row, with its id and its statistics."""
     fields = [pa.field(SAMPLE_ID, pa.int64())]

@@ -6,11 +6,12 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.files import publish_bytes
@@ -67,16 +68,16 @@ def publish_segment(
         "a segment holds a sample once"
     )
     table = _audit_table(outcomes) if purpose == "audit" else _data_table(job, outcomes)
-    totals = _totals(outcomes)
-    name = publish_rows(job, table, totals=totals, purpose=purpose, actor=actor)
+    name, totals = publish_rows(job, table, purpose=purpose, actor=actor)
     return _receipt(outcomes, totals, name=name, purpose=purpose)
 
 
 def publish_rows(
-    job: JobDirectory, rows: pa.Table, *, totals: Totals, purpose: Purpose = "data", actor: str
-) -> str:
-    """Publishes rows of a segment's schema, in order of sample id; the segment's name."""
+    job: JobDirectory, rows: pa.Table, *, purpose: Purpose = "data", actor: str
+) -> tuple[str, Totals]:
+    """Publishes rows of a segment's schema, in order of sample id; (its name, its counts)."""
     sample_ids = rows[SAMPLE_ID].to_pylist()
+    totals = totals_of([rows], prefix="" if purpose == "audit" else job.spec.output.prefix)
     metadata = {
         "spot_batch.fingerprint": job.fingerprint,
         "spot_batch.purpose": purpose,
@@ -91,7 +92,29 @@ def publish_rows(
     job.reach(f"{purpose}.segment.made")
     publish_bytes(data, folder / name, tmp=job.tmp, reach=job.reach)
     job.reach(f"{purpose}.segment.published")
-    return name
+    return name, totals
+
+
+def totals_of(pieces: Iterable[pa.Table | pa.RecordBatch], *, prefix: str) -> Totals:
+    """Counts over rows of segments; `prefix` stands before our columns, but not in audits."""
+    num_rows = 0
+    reasons: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
+    for rows in pieces:
+        num_rows += rows.num_rows
+        reasons.update(filter(None, rows.column(prefix + "finish_reason").to_pylist()))
+        codes.update(filter(None, pc.struct_field(rows.column(ERROR), "code").to_pylist()))
+        for field in STATS_STRUCT:
+            sums[field.name] += pc.sum(pc.struct_field(rows.column(STATS), field.name)).as_py() or 0
+    return Totals(
+        num_samples=num_rows,
+        num_completions=num_rows - codes.total(),
+        num_errors=codes.total(),
+        finish_reasons=dict(sorted(reasons.items())),
+        error_codes=dict(sorted(codes.items())),
+        **sums,
+    )
 
 
 def list_segments(folder: Path, *, overlapping: range | None = None) -> Iterator[Path]:
@@ -329,24 +352,6 @@ def _as_file(table: pa.Table) -> bytes:
         writer.write_batch(batches[0])
     data: bytes = sink.getvalue().to_pybytes()
     return data
-
-
-def _totals(outcomes: Sequence[Outcome]) -> Totals:
-    done = [o.result for o in outcomes if isinstance(o.result, Completion)]
-    errors = Counter(o.result.code for o in outcomes if isinstance(o.result, RowError))
-    return Totals(
-        num_samples=len(outcomes),
-        num_completions=len(done),
-        num_errors=errors.total(),
-        num_tokens=sum(len(each.token_ids) for each in done),
-        num_forwards=sum(each.stats.num_forwards for each in done),
-        num_clean_passes=sum(each.stats.num_clean_passes for each in done),
-        num_drafted=sum(each.stats.num_drafted for each in done),
-        num_accepted=sum(each.stats.num_accepted for each in done),
-        num_draft_free_forwards=sum(each.num_draft_free_forwards for each in done),
-        finish_reasons=dict(sorted(Counter(each.finish_reason for each in done).items())),
-        error_codes=dict(sorted(errors.items())),
-    )
 
 
 def _receipt(

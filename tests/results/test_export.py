@@ -10,7 +10,9 @@ from typing import Any
 import datasets
 import duckdb
 import pandas
+import polars
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
@@ -101,6 +103,9 @@ def test_maps_are_lists_of_key_and_value_where_a_dataset_holds_them(tmp_path: Pa
     job = make_job(tmp_path, table)
     publish_segment(job, make_outcomes(job, range(2)))
     finalize(job, check=None, facts=None)
+    assert "load_dataset" not in job.readme.read_text()  # which has no type for them
+    assert polars.scan_ipc(job.data / "*.arrow").collect().height == 2
+    assert pyarrow.dataset.dataset(job.data, format="ipc").count_rows() == 2
     export(job, tmp_path / "saved", ExportSpec(format="hf"))
     for loaded in (datasets.load_from_disk(str(tmp_path / "saved")), spot_batch.load(job.root)):
         assert loaded["m"] == [[{"key": "k", "value": 1}], None]
