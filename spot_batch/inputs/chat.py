@@ -40,7 +40,7 @@ def message_of(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
         if given["role"] is None:
             raise RowFault("bad_prompt", f"{where}: who is {stored['from']!r}? want human or gpt")
     if isinstance(given.get("content"), list):
-        given["content"] = _joined(given["content"], where)
+        given["content"] = joined(given["content"], where, code="bad_prompt")
     for name in ("role", "content"):
         if not isinstance(given.get(name), str):
             kind = type(given[name]).__name__ if name in given else "null"
@@ -56,10 +56,10 @@ def in_roles(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "role": _ROLE_OF.get(stored["from"]), "content": stored.get("value")}
 
 
-def _joined(parts: list[Any], where: str) -> str:
-    """A content in parts: text is joined, anything else is no text."""
+def joined(parts: list[Any], where: str, *, code: str) -> str:
+    """A content in parts: text is joined, anything else is RowFault `code`."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise RowFault("bad_prompt", f"{where}: a content of type {kind!r} is not text")
+            raise RowFault(code, f"{where}: a content of type {kind!r} is not text")
     return "".join(part["text"] for part in parts)

@@ -29,7 +29,8 @@ from spot_batch.records.input import CHUNK_ROWS, InputChunk, InputFile, PinnedIn
 
 logger = logging.getLogger(__name__)
 
-PROMPT_COLUMNS = ("messages", "conversations", "prompt", "question", "instruction", "text")
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = (*CHAT_COLUMNS, "prompt", "question", "instruction", "text")
 
 _TABLES = frozenset({"parquet", "arrow"})
 _SHOWN_FAULTS = 5
@@ -424,6 +425,11 @@ def _prompt_column(spec: JobSpec, schema: pa.Schema, place: _Place) -> tuple[str
         raise InputError(
             f"column {found[0]!r} of {place} is {schema.field(found[0]).type}, neither text nor "
             f"messages; set input.prompt (--prompt) to one of its columns: {place.listed}"
+        )
+    if kinds == {"prompt"} and found[0] in CHAT_COLUMNS and is_text(schema.field(found[0]).type):
+        raise InputError(
+            f"column {found[0]!r} of {place} is text, not a list of role and content; "
+            "--prompt reads it as a text"
         )
     return found[0], "messages" if kinds == {"messages"} else "prompt"
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
 from spot_batch.inputs.errors import RowFault
+from spot_batch.inputs.given import number, texts, whole
 from spot_batch.inputs.ids import noise_key
 from spot_batch.inputs.reader import InputRows
 from spot_batch.inputs.render import PromptRenderer, RenderedPrompt
@@ -189,13 +190,18 @@ class SamplePreparer:
         if not self._per_row:
             return self._params
         own = {str(name): values.get(name) for name in self._per_row}
-        length = _override(values, "max_new_tokens", self._per_row, self._params.max_new_tokens)
+        temperature, top_p = (
+            number(own.get(name), f"column {name!r}", check, code=_BAD_OVERRIDE)
+            for name, check in (("temperature", checked_temperature), ("top_p", checked_top_p))
+        )
+        stop = texts(own.get("stop"), "column 'stop'", code=_BAD_OVERRIDE)
+        usual = self._params
         return replace(
-            self._params,
-            max_new_tokens=length,
-            temperature=_number(own, "temperature", self._params.temperature, checked_temperature),
-            top_p=_number(own, "top_p", self._params.top_p, checked_top_p),
-            stop=_stop(own, self._params.stop),
+            usual,
+            max_new_tokens=_override(values, "max_new_tokens", self._per_row, usual.max_new_tokens),
+            temperature=usual.temperature if temperature is None else temperature,
+            top_p=usual.top_p if top_p is None else top_p,
+            stop=usual.stop if stop is None else tuple(stop),
         )
 
 
@@ -269,48 +275,18 @@ def sampling_params(
     )
 
 
+_BAD_OVERRIDE = "bad_override"
 _BOUNDS = {"seed": (0, 2**64 - 1), "max_new_tokens": (1, MAX_NEW_TOKENS)}
 
 
 def _override(values: Mapping[str, object], name: str, per_row: Sequence[str], default: int) -> int:
     """A row's own whole number, or the job's where the row has none."""
     value = values.get(name) if name in per_row else None
-    if value is None:
-        return default
     low, high = _BOUNDS[name]
     if isinstance(value, float) and value.is_integer():  # whole numbers beside nulls, in pandas
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RowFault(
-            "bad_override",
-            f"column {name!r} must be a whole number from {low} to {high}, got {value!r}",
-        )
-    return value
-
-
-def _number(
-    own: Mapping[str, object], name: str, default: float, check: Callable[[float], float]
-) -> float:
-    value: Any = own.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RowFault("bad_override", f"column {name!r} must be a number, got {value!r}")
-    try:
-        return check(float(value))
-    except (ValueError, OverflowError) as error:
-        raise RowFault("bad_override", f"column {name!r} {error}") from None
-
-
-def _stop(own: Mapping[str, object], default: tuple[str, ...]) -> tuple[str, ...]:
-    """A row's own stop texts, one or a list of them; they take the place of the job's."""
-    value = own.get("stop")
-    if value is None:
-        return default
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RowFault("bad_override", f"column 'stop' must be texts, none empty, got {value!r}")
-    return tuple(texts)
+    checked = whole(value, f"column {name!r}", low, high, code=_BAD_OVERRIDE)
+    return default if checked is None else checked
 
 
 def _shown(values: Mapping[str, object]) -> str:

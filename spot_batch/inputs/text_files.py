@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -185,9 +186,12 @@ def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRo
         byte = data[error.start]
         return failed("bad_encoding", f"not UTF-8: byte 0x{byte:02x} at column {error.start + 1}")
     try:
-        values = json.loads(text.rstrip("\r\n"))  # columns count on this line
+        values = _DECODER.decode(text.rstrip("\r\n"))  # columns count on this line
     except RecursionError:
         return failed("bad_json", "nested too deeply")
+    except _TooLarge as error:
+        values = json.loads(text)
+        return failed("bad_json", str(error), values if isinstance(values, dict) else None)
     except ValueError as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
@@ -200,6 +204,18 @@ def _json_line(data: bytes, *, line: int, offset: int, num_bytes: int) -> TextRo
     return TextRow(line, offset, num_bytes, values)
 
 
+class _TooLarge(ValueError):
+    """A number that would be read as infinity."""
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise _TooLarge(f"the number {number} is beyond those of 64 bits")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite)
 _LONE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

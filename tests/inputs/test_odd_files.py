@@ -255,3 +255,10 @@ def test_sharegpts_conversations_are_found(here: Path) -> None:
     rows = [{"id": 1, "conversations": [{"from": "human", "value": "a"}]}]
     pinned = pin(write_jsonl(here / "a.jsonl", rows))
     assert (pinned.prompt_column, pinned.prompt_kind) == ("conversations", "messages")
+
+
+def test_messages_that_are_stored_as_text_are_asked_about(here: Path) -> None:
+    rows = [{"messages": json.dumps([{"role": "user", "content": "a"}])}]
+    path = write_jsonl(here / "a.jsonl", rows)
+    assert "column 'messages' of a.jsonl is text, not a list of role and content" in complaint(path)
+    assert pin(path, input__prompt="messages").prompt_kind == "prompt"

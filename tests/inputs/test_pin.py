@@ -407,6 +407,19 @@ def test_objects_whose_keys_are_data_are_kept_as_json(here: Path) -> None:
     assert len(pinned.schema) < 10_000
 
 
+def test_a_number_that_would_be_read_as_infinity_is_a_fault(here: Path) -> None:
+    (here / "a.jsonl").write_text(
+        '{"prompt": "1e999 in words", "x": 1e300}\n{"prompt": "b", "x": -1e400}\n'
+        '{"prompt": "c", "x": Infinity}\n'
+    )
+    pinned = pin(here / "a.jsonl")
+    assert pinned.faults == (
+        "a.jsonl line 2: bad_json: the number -1e400 is beyond those of 64 bits",
+    )
+    values = InputReader(pinned).read([0, 2]).table["x"].to_pylist()
+    assert values == [1e300, float("inf")]
+
+
 def test_a_json_file_may_be_an_array_or_lines(here: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     (here / "array.json").write_text("\n " + json.dumps(rows, indent=2))
