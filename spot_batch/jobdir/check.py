@@ -18,11 +18,9 @@ import pyarrow.compute as pc
 from spot_batch.jobdir.directory import JobDirectory
 from spot_batch.jobdir.intervals import IntervalSet
 from spot_batch.jobdir.scan import read_part
-from spot_batch.jobdir.schema import ERROR, SAMPLE_ID
+from spot_batch.jobdir.schema import COMPARED, ERROR, SAMPLE_ID
 from spot_batch.jobdir.segments import BadSegment, ids_named, list_segments, read_segment
 from spot_batch.records.results import CheckResult
-
-COMPARED = ("generation", "finish_reason", "token_ids", "commit_step")
 
 
 class Compared(NamedTuple):

@@ -77,6 +77,7 @@ OWN_COLUMNS: dict[str, pa.DataType] = {
     "trajectory": TRAJECTORY,
     "text_lossy": pa.bool_(),
 }
+COMPARED = ("generation", "finish_reason", "token_ids", "commit_step")  # of audits
 OPTIONAL = frozenset({"token_ids", "commit_step", "usage", "rendered_prompt", "trajectory"})
 
 ERROR_SCHEMA = pa.schema(
@@ -84,11 +85,7 @@ ERROR_SCHEMA = pa.schema(
         ("custom_id", pa.string()),
         ("row_index", pa.int64()),
         ("sample_index", pa.int32()),
-        ("code", pa.string()),
-        ("stage", pa.string()),
-        ("message", pa.string()),
-        ("attempts", pa.int32()),
-        ("request", pa.string()),
+        *ERROR_STRUCT,
     ]
 )
 STATS_SCHEMA = pa.schema(
@@ -96,12 +93,7 @@ STATS_SCHEMA = pa.schema(
         ("row_index", pa.int64()),
         ("sample_index", pa.int32()),
         ("is_error", pa.bool_()),
-        ("num_forwards", pa.int64()),
-        ("num_clean_passes", pa.int64()),
-        ("num_drafted", pa.int64()),
-        ("num_accepted", pa.int64()),
-        ("num_tokens", pa.int64()),
-        ("num_draft_free_forwards", pa.int64()),
+        *STATS_STRUCT,
         ("actor", pa.string()),
         ("segment", pa.string()),
     ]
@@ -109,10 +101,7 @@ STATS_SCHEMA = pa.schema(
 AUDIT_SCHEMA = pa.schema(
     [
         (SAMPLE_ID, pa.int64()),
-        ("generation", pa.string()),
-        ("finish_reason", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("commit_step", pa.list_(pa.int16())),
+        *((name, OWN_COLUMNS[name]) for name in COMPARED),
         (ERROR, ERROR_STRUCT),
         (STATS, STATS_STRUCT),
     ]
