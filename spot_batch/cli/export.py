@@ -78,6 +78,8 @@ def export(
         sql=sql,
     )
     left_out = _left_out(job, spec)
+    if spec.format == "hf":
+        _without_bars()
     if push is not None:
         print(f"pushed to {_pushed(job, spec, push, public=public, partial=partial)}{left_out}")
         return 0
@@ -89,6 +91,16 @@ def export(
     mark, waiting = ("", "") if job.is_complete else (", not complete", _in_no_part(job))
     print(f"{output}: {num_rows:,} rows ({spec.format}{mark}){waiting}{left_out}")
     return 0
+
+
+def _without_bars() -> None:
+    """Keeps the libraries' progress and remarks from between our lines."""
+    import datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    disable_progress_bars()
 
 
 def _in_no_part(job: JobDirectory) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,21 @@ def test_error_rows_that_are_left_out_are_counted(job: JobDirectory, tmp_path: P
     kind = ["--format", "openai-batch"]
     done = Done(["export", job.root, "-o", tmp_path / "responses.jsonl", *kind])
     assert "responses.jsonl: 5 rows (openai-batch)\n" in done.shown
+
+
+def test_a_saved_dataset_is_one_line_without_a_librarys_progress(
+    job: JobDirectory, tmp_path: Path
+) -> None:
+    command = "from spot_batch.cli.main import app; app()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "export", str(job.root), "-o", str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
 
 
 def test_what_a_running_job_has_in_no_part_yet_is_counted(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_rows_and_card_are_pushed_and_private_unless_told_otherwise(
     with serving(hub) as endpoint:
         done = push(job, endpoint, *(["--public"] if public else []), "--columns", "prompt,level")
         assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == "", "no library's progress stands between our lines"
         assert (
             f"pushed to {endpoint}/datasets/{REPOSITORY}; 1 error row is not in it" in done.stdout
         )

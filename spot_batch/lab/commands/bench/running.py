@@ -48,8 +48,13 @@ class Run(Generic[GridT]):
     def models(self, *, drafts: bool = True) -> Models:
         """The grid's target and drafter, not loaded yet. Raises ValueError where one is not there,
         and where the benchmark `drafts` and there is nothing to draft with."""
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+        from transformers.utils.logging import disable_progress_bar
+
         from spot_batch.lab.bench.loading import find_models
 
+        disable_progress_bars()  # no library's progress between our lines
+        disable_progress_bar()
         grid = self.grid
         models = find_models(
             grid.model, grid.drafter, dtype=grid.dtype, threads=grid.threads, device=grid.device
