@@ -17,10 +17,10 @@ from spot_batch.noise import NO_STEP, gumbel
 from spot_batch.records.sampling import NoiseRule
 
 TOP_K = 32
-"""Entries kept of each stale distribution."""
+"""So many entries of each stale distribution are kept."""
 
 _ROUNDING = 1e-3
-"""Of a sum of probabilities that were stored in 16 bits."""
+"""How far rounding can move a sum of probabilities that were stored in 16 bits."""
 
 _TAIL_ENTRIES = 512
 """So many entries as probable as the last one kept weigh no less than those that were not kept."""

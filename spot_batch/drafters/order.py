@@ -38,7 +38,7 @@ KIND = "order"
 _LOG_ODDS_SCALE = 8.0
 _MOST_ODDS = 60.0  # at temperature 0.5 odds are squared: a sure token's log-odds pass 30
 _SECOND_SHARE = 0.6
-"""Of the commits that are not the candidate token, those that are its runner-up: 0.65 one commit
+"""Of the commits that are not the candidate token, this share is its runner-up: 0.65 one commit
 after the stale state, 0.53 after six (the bundled target at temperatures 0 to 1.5)."""
 
 _MOST_LAYERS, _MOST_WIDE = 256, 65_536  # beyond, a card is in error

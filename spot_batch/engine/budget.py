@@ -1,4 +1,4 @@
-"""How many drafted slots a round is worth: never an output's business, only its speed's.
+"""How many drafted slots a round is worth. It decides the speed of a job, never its output.
 
 Every sample has its own slot in any case. Drafted states of all samples stand in one pool, the most
 probable a slot first, and the whole curve of the device's latency is scanned for the rate of
@@ -19,7 +19,7 @@ from spot_batch.engine.latency import LatencyTable
 from spot_batch.engine.tree import ROOT, DraftTree, Key
 
 MOST_SLOTS = 20
-"""Drafted slots a sample that a tree is grown for; beyond, masses are too small to pay."""
+"""A tree is grown for so many drafted slots a sample; beyond them masses are too small to pay."""
 
 _HYSTERESIS = 0.03
 _TRIAL_ROUNDS = 8
@@ -34,10 +34,10 @@ _LEAST_KAPPA, _MOST_KAPPA = 0.5, 1.5
 _LEAST_SHARE = 0.02
 _KEY_STEP, _MOST_LOOKED_UP = 32, 1024
 _SLACK = 0.7
-"""States of so much of the marginal price are grown too."""
+"""States are grown down to this share of the marginal price."""
 
 _MOST_CALLS = 3.0
-"""Calls of head and transition that a round's accepted states need at most, on average."""
+"""A round's accepted states need so many calls of head and transition at most, on average."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class Prices:
         return cls(load, forward_s, once_s, more_s, latency.visit(1, load.noisy))
 
     def times(self, seen: Mapping[int, float]) -> Prices:
-        """`seen`: by size, how many times as long as in the table forwards have taken."""
+        """The same prices, where forwards take `seen` times as long as in the table, by size."""
         if not seen:
             return self
         sizes = sorted(seen)
@@ -171,7 +171,7 @@ def best_spending(
 
 @dataclass(slots=True)
 class _Evidence:
-    """Guesses that came true against what had been promised, the older the less."""
+    """How many guesses came true and how many were promised to; older ones count less."""
 
     promised: float
     true: float
@@ -227,7 +227,7 @@ class Budget:
         return self.is_on or self._until_probe <= 1
 
     def observe(self, num_slots: int, num_keys: float, seconds: float) -> None:
-        """A forward took so long: what was measured at the start may have been disturbed."""
+        """Learn that a forward took so long: the measuring at the start may have been disturbed."""
         ratio = seconds / self.latency.forward(num_slots, num_keys)
         near = min(self.latency.slots, key=lambda size: abs(size - num_slots))
         before = self._seen.get(near, ratio)
@@ -235,11 +235,12 @@ class Budget:
         self._seen[near] = before + _FORGET * (min(ratio, 2.0 * before) - before)
 
     def joined(self, row: int) -> None:
-        """Another sample has the row."""
+        """Forget what was learned of a row: another sample has it now."""
         self._of_row.pop(row, None)
 
     def correction(self, row: int) -> float:
-        """What the drafter's probabilities are worth here: over all samples, and for this one."""
+        """By how much to scale the drafter's probabilities for the sample in this row: what they
+        were worth over all samples, and for this one."""
         overall = min(_MOST_KAPPA, max(_LEAST_SHARE, self._all.true / self._all.promised))
         of_row = self._of_row.get(row)
         if of_row is None:
@@ -294,7 +295,7 @@ class Budget:
         return chosen
 
     def learn(self, row: int, tree: DraftTree, key: Key, child: Key, correction: float) -> None:
-        """The target went from the state `key` of a row's tree to `child`."""
+        """Learn that the target went from the state `key` of a row's tree to `child`."""
         edges = tree.nodes[key].edges
         if not edges:
             return
@@ -307,7 +308,8 @@ class Budget:
             self._child += _FORGET_ALL * 5 * (min(1.0, best) - self._child)
 
     def _decide(self, load: Workload, gain: float) -> None:
-        """Drafting as a whole, its own time included, gained so much over not drafting."""
+        """Learn that drafting, its own time included, gained so much over not drafting; go on with
+        it or leave it."""
         self._num_tried += 1
         # The mean at first, then of about the last eight rounds.
         self._gain += (gain - self._gain) / min(self._num_tried, _TRIAL_ROUNDS)
@@ -322,7 +324,8 @@ class Budget:
             self._rest(load)
 
     def _rest(self, load: Workload) -> None:
-        """Leave the drafter alone for a while; a probe of several rounds comes less often."""
+        """Leave the drafter alone for a while; where a probe takes several rounds it comes less
+        often."""
         self.is_on = False
         self._until_probe = _PROBE_EVERY * max(1, -(-_TRIAL_ROUNDS // load.num_roots))
         self._probed_roots = load.num_roots

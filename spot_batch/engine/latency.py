@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Slots of a forward that are measured; on a GPU also the sizes that graphs are captured for."""
+"""The numbers of slots at which a forward is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

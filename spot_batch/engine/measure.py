@@ -22,7 +22,7 @@ from spot_batch.records.sampling import Request, SamplingParams
 _MOST_SWEEPS = 9
 _MOST_QUERIES = 16
 _FORWARD_SHARE = 0.75
-"""Of the first sweep's time; the rest is for drafting and visiting."""
+"""Forwards take this share of the first sweep's time; the rest is for drafting and visiting."""
 _NUM_KEYS = {"cpu": (128, 512), "cuda": (128, 1024, 4096)}
 
 

@@ -37,7 +37,7 @@ class PrefixMemory:
 
     @property
     def num_positions(self) -> int:
-        """Positions of all samples together."""
+        """How many positions all samples together may have."""
         return self.num_bytes // self.position_bytes
 
     def fault(self, request: Request, *, block_length: int) -> str | None:
@@ -89,9 +89,11 @@ def prefix_memory(
     num_sharing: float = 1.0,
     reserved: int = 0,
 ) -> PrefixMemory:
-    """So many GiB if given; else a share of what is free on the device now, of which `num_sharing`
-    actors take as much each, less what each of them has `reserved` for something else. Call it when
-    the weights are loaded."""
+    """What prefixes may take: so many GiB if given, else a share of what is free on the device now.
+
+    `num_sharing` actors take as much each, and each has `reserved` something for other ends. It is
+    to be called when the weights are loaded.
+    """
     free = max(0.0, free_bytes(device) / num_sharing - reserved)
     num_bytes = gib * GIB if gib is not None else share * free
     return PrefixMemory(num_bytes=int(num_bytes), position_bytes=position_bytes)

@@ -22,10 +22,10 @@ _DENSE_VOCAB = 2048
 """Up to this vocabulary whole rows of noise cost less than finding out which entries need any."""
 
 _FEW = 8
-"""As they do where more than one entry in so many needs some."""
+"""Whole rows cost less, too, where more than one entry in so many needs noise."""
 
 _TILE = 1 << 15
-"""Noise of whole rows is made for so many tokens, added, and forgotten."""
+"""Noise of whole rows is made for so many tokens at a time, added, and forgotten."""
 
 _INT_ONE = 1 << 40
 """Probabilities as integers of 2^-40: their running sums are exact in any order, on any device."""

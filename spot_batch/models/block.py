@@ -1,4 +1,5 @@
-"""Targets that decode blocks: a family's body over slots and a prefix cache, a float32 head."""
+"""Targets that decode blocks: each is a family's body over slots and a prefix cache, and a float32
+head."""
 
 from __future__ import annotations
 
@@ -48,11 +49,12 @@ BODIES: Mapping[str, Callable[..., Body]] = {
 
 
 _HEAD_ROWS = 256
-"""Of a call of the head at most: from there on its products take longer than its weights."""
+"""A call of the head has so many rows at most: from there on its products take longer than reading
+its weights."""
 
 
 class BlockTarget:
-    """A body that decodes blocks; one on a device, for many samples.
+    """A body that decodes blocks. There is one on a device, for many samples.
 
     `canonical` runs linears and experts in proven tiles and on CPU activations slot by slot, so
     that a slot's bits depend on its own sample only; without it any shape goes and outputs are not
@@ -106,7 +108,7 @@ class BlockTarget:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the body; the head is float32."""
+        """The body's dtype; the head is float32."""
         return self._dtype
 
     def allocate(self, num_rows: int, num_positions: int) -> KVCache:
@@ -168,9 +170,9 @@ class BlockTarget:
         return logits.view(num_states, width, -1)
 
     def _proven_head_tiles(self) -> tuple[int, ...]:
-        """Sizes at which the head has the bits that it has of one state alone.
+        """The sizes of a call at which the head has the bits that one state alone has.
 
-        With few rows a call it costs what reading its weights does, which many rows share.
+        A call with few rows costs what reading the head's weights costs, and many rows share that.
         """
         sizes = [1, *(size for size in TILE_SIZES[1:] if size * self._block_length <= _HEAD_ROWS)]
         linear = nn.Linear(self._head_weight.shape[1], self._vocab_size, device="meta")

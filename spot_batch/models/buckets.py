@@ -30,10 +30,11 @@ logger = logging.getLogger(__name__)
 SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
 PROVEN = (*range(128, 2048, 128), *range(2048, KEYS[-1] + 1, 512))
-"""Padded lengths that `lengths_agree` tries: those of buckets, and others that op by op occur."""
+"""The padded lengths that `lengths_agree` tries: those of buckets, and those that occur where
+forwards run op by op."""
 
 _KEPT_SHARE = 4
-"""Of so many slots one may be a drafted clean block; they are few, and each keeps its KV."""
+"""One slot of so many may be a drafted clean block: these are few, and each keeps its KV."""
 _WARM_UPS = 2
 
 _PROBE_SLOTS = 2
@@ -70,7 +71,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Inputs one behind the other, so that they go to the device in one copy."""
+    """The inputs of a forward, one behind the other: they go to the device in one copy."""
 
     flat: Tensor
     shapes: Sequence[torch.Size]

@@ -1,9 +1,10 @@
-"""Mixtures of experts, dropless, so that a row's bits do not depend on who else went to its expert.
+"""Mixtures of experts that drop no row, so that a row's bits do not depend on who else went to its
+expert.
 
 How many rows an expert gets is a matter of the whole forward, and a GEMM's bits may depend on its
 number of rows. So under canonical numerics the rows of an expert are padded to whole tiles, the
-GEMMs run in tiles of proven sizes (rows.py), and a row's results are summed in the order of its own
-ranking, in float32, by products and sums that are each rounded once.
+GEMMs run in tiles of proven sizes (tiles.py), and a row's results are summed in the order of its
+own ranking, in float32, by products and sums that are each rounded once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from spot_batch.models.tiles import RowTiles, TiledLinear
 
 TILE_ROWS = 4
-"""The unit of an expert's tiles: where a GEMM has fewer rows, other kernels take over."""
+"""An expert's tiles are multiples of so many rows: with fewer a GEMM takes other kernels."""
 
 _ROWS_A_CALL = 1024
-"""Rows of one grouped GEMM on a GPU: always as many, for its kernel is chosen by their number."""
+"""A grouped GEMM on a GPU always has so many rows, for its kernel is chosen by their number."""
 
 _CALL_TILES = 2
-"""What a call costs beside its rows, in tiles: it reads the weights once more."""
+"""What a call costs beside its rows, counted in tiles: it reads the weights once more."""
 
 
 @lru_cache(maxsize=10_000)

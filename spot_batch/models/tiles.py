@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 TILE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Row counts that are tried, in slots."""
+"""The row counts that are tried, in slots."""
 
 _FALLBACK_TILE = 8
 _PROBE_ROUNDS = 1
