@@ -167,8 +167,9 @@ def _names_in(body: ast.AST) -> set[str]:
 def duplicate_pairs(texts: Mapping[str, str]) -> list[str]:
     """Pairs of files that share a run of lines, and files that repeat one, whatever they name.
 
-    Names, strings and numbers do not count, nor do blank lines, comments, imports, docstrings and
-    lines of punctuation alone.
+    Names, strings and numbers do not count, nor do blank lines, comments, imports, docstrings,
+    lines of punctuation alone, the signatures of functions and the declarations of fields: two
+    types of like fields repeat no code. (pylint leaves signatures out too.)
     """
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     shaped = {name: _shapes(text) for name, text in texts.items()}
@@ -192,6 +193,7 @@ def duplicate_pairs(texts: Mapping[str, str]) -> list[str]:
 def _shapes(text: str) -> list[tuple[int, str]]:
     """(line, its tokens without names) of the lines that count."""
     lines: dict[int, list[str]] = defaultdict(list)
+    declared = _declarations(text)
     docstring_may_follow = True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in _LAYOUT:
@@ -203,8 +205,24 @@ def _shapes(text: str) -> list[tuple[int, str]]:
     return [
         (number, " ".join(shapes))
         for number, shapes in sorted(lines.items())
-        if shapes[0] not in ("import", "from") and any(map(str.isalnum, shapes))
+        if number not in declared
+        and shapes[0] not in ("import", "from")
+        and any(map(str.isalnum, shapes))
     ]
+
+
+def _declarations(text: str) -> set[int]:
+    """The lines of signatures, with what decorates them, and of the annotated fields of classes."""
+    declared: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(each.lineno for each in (node, *node.decorator_list))
+            declared.update(range(first, max(first + 1, node.body[0].lineno)))
+        if isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    declared.update(range(field.lineno, (field.end_lineno or field.lineno) + 1))
+    return declared
 
 
 _LAYOUT = (

@@ -92,14 +92,16 @@ TWO = {"name": "g", "given": "h", "first": "i", "second": "j", "limit": 4, "text
 
 def test_the_same_lines_with_other_names_are_a_pair(measure: ModuleType) -> None:
     one, two = BODY.format(**ONE), "import os\n" + BODY.format(**TWO)
-    assert measure.duplicate_pairs({"one.py": one, "two.py": two}) == ["one.py:2 ~ two.py:3"]
-    assert measure.duplicate_pairs({"one.py": one + two}) == ["one.py:2 ~ one.py:12"]
+    assert measure.duplicate_pairs({"one.py": one, "two.py": two}) == ["one.py:3 ~ two.py:4"]
+    assert measure.duplicate_pairs({"one.py": one + two}) == ["one.py:3 ~ one.py:13"]
 
 
 def test_fewer_lines_or_a_list_of_fields_are_no_pair(measure: ModuleType) -> None:
     one, two = BODY.format(**ONE), BODY.format(**TWO)
     cut = "\n".join(two.splitlines()[:6])
-    fields = "class A:\n" + "".join(f"    field{number}: int\n" for number in range(9))
+    fields = "class A:\n" + "".join(f"    field{n}: list[int] = field(0, {n})\n" for n in range(9))
+    fields += "def f(\n" + "".join(f"    a{n}: dict[str, int] = {{}},\n" for n in range(9))
+    fields += "):\n    pass\n"
     assert measure.duplicate_pairs({"one.py": one, "two.py": cut}) == []
     assert measure.duplicate_pairs({"one.py": fields, "two.py": fields}) == []
 
