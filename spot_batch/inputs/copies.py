@@ -27,6 +27,9 @@ from spot_batch.inputs.errors import InputError
 from spot_batch.job.remote import file_system, is_url, mark_of
 from spot_batch.job.secrets import redacted
 
+JOB_STATE = "_spot"
+"""The folder that makes its parent a job directory."""
+
 _MAGIC = frozenset("*?[")
 
 
@@ -98,8 +101,7 @@ def list_remote(url: str, *, readable: Callable[[str], bool]) -> list[Origin]:
         if _MAGIC & set(path):
             found = {each: info for each, info in files.glob(path, detail=True).items()}
         elif files.isdir(path):
-            listed = files.find(path, maxdepth=1, detail=True)
-            found = {each: info for each, info in listed.items() if readable(each)}
+            found = _of_folder(files, path, redacted(url.rstrip("/")), readable)
         else:
             found = {path: files.info(path)}
         scheme = url.partition("://")[0]
@@ -113,6 +115,39 @@ def list_remote(url: str, *, readable: Callable[[str], bool]) -> list[Origin]:
     if not origins:
         raise InputError(f"input.source: no file that can be read at {redacted(url)}")
     return origins
+
+
+def num_files(count: int) -> str:
+    """A count of files, in words."""
+    return {0: "no file", 1: "1 file"}.get(count, f"{count:,} files")
+
+
+def _of_folder(
+    files: Any, folder: str, shown: str, readable: Callable[[str], bool]
+) -> dict[str, Any]:
+    """The readable files of a remote folder. InputError where its folders hold more of them, which
+    are no job's: what is meant is for a person to say."""
+    found: dict[str, Any] = {}
+    for place, (_, folders, listed) in enumerate(files.walk(folder, detail=True)):
+        is_job = JOB_STATE in folders
+        for name in list(folders):
+            if is_job or name.startswith((".", "_")):
+                del folders[name]
+        own = {
+            info["name"]: info
+            for name, info in listed.items()
+            if readable(name) and not name.startswith((".", "_"))
+        }
+        if place == 0:
+            found = own
+        elif own and not is_job:
+            more = next(iter(own)).removeprefix(folder).lstrip("/")
+            one = f"'{shown}/*' or " if found else ""
+            raise InputError(
+                f"input.source: {shown} holds {num_files(len(found))} to read and its folders more "
+                f"({more}); say which: {one}'{shown}/{more.rpartition('/')[0]}'"
+            )
+    return found
 
 
 # -- file systems ----------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
-from spot_batch.inputs.copies import COMPRESSED, Origin, keep, list_remote
+from spot_batch.inputs.copies import COMPRESSED, JOB_STATE, Origin, keep, list_remote, num_files
 from spot_batch.inputs.errors import InputError
 from spot_batch.job.reading import check_spec
+from spot_batch.job.secrets import redacted
 from spot_batch.job.spec import InputSpec, JobSpec
 
 _BY_SUFFIX = {
@@ -35,7 +36,6 @@ _BY_SUFFIX = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-_JOB_STATE = "_spot"
 _BUNDLED = "bundled:"
 _HUB = "hf://datasets/"
 _SPLIT = re.compile(r"(train|test|valid|dev|eval)(?:idation|uation)?(?=[-_.\d])", re.IGNORECASE)
@@ -84,7 +84,11 @@ def _files_of(source: str, spec: InputSpec, hub_dir: Path | None) -> Iterator[So
     if source.startswith("file://"):
         source = unquote(urlsplit(source).path)
     if "://" in source:
-        for origin in list_remote(source, readable=lambda name: _suffix(name) in _BY_SUFFIX):
+        origins = list_remote(source, readable=lambda name: _suffix(name) in _BY_SUFFIX)
+        if not glob.has_magic(source):
+            names = [origin.name.rpartition("/")[2] for origin in origins]
+            _check_one_split(redacted(source.rstrip("/")), names)
+        for origin in origins:
             yield _kept(origin, spec, hub_dir)
         return
     path = Path(source).absolute()
@@ -186,12 +190,12 @@ def _from_folder(folder: Path, spec: InputSpec, hub_dir: Path | None) -> Iterato
         and _suffix(path.name) in _BY_SUFFIX
     ]
     found = _without_jobs(files, folder)
+    _check_one_of(folder, found)
     if not found:
         raise InputError(
             f"input.source: the folder {folder} holds no file that can be read "
             f"({', '.join(_BY_SUFFIX)}){_left_out(len(files) - len(found))}"
         )
-    _check_one_of(folder, found)
     for path in found:
         yield _local(path, spec, hub_dir)
 
@@ -208,17 +212,23 @@ def _check_one_of(folder: Path, files: list[Path]) -> None:
     ]
     deeper = _without_jobs(deeper, folder)
     if deeper:
+        own = f"'{folder}/*{_suffix(files[0].name)}*' or " if files else ""
         raise InputError(
-            f"input.source: {folder} holds {len(files)} files and its folders {len(deeper)} more "
-            f"({deeper[0].relative_to(folder)}); say which: '{folder}/*{files[0].suffix}' or "
-            f"'{folder}/**/*{deeper[0].suffix}'"
+            f"input.source: {folder} holds {num_files(len(files))} to read and its folders "
+            f"{len(deeper):,} more ({deeper[0].relative_to(folder)}); say which: "
+            f"{own}'{folder}/**/*{_suffix(deeper[0].name)}*'"
         )
-    splits = {match[1]: path for path in files if (match := _SPLIT.match(path.name))}
+    _check_one_split(str(folder), [path.name for path in files])
+
+
+def _check_one_split(folder: str, names: list[str]) -> None:
+    splits = {match[1].lower(): name for name in names if (match := _SPLIT.match(name))}
     if len(splits) > 1:
-        names = " and ".join(path.name for path in splits.values())
+        shown = " and ".join(splits.values())
+        first = next(iter(splits.values()))
         raise InputError(
-            f"input.source: {folder} holds several splits of a dataset ({names}); say which: "
-            f"'{folder}/{next(iter(splits))}*', or input.format: hf with input.split"
+            f"input.source: {folder} holds several splits of a dataset ({shown}); say which: "
+            f"'{folder}/{first[: len(next(iter(splits)))]}*', or input.format: hf with input.split"
         )
 
 
@@ -232,10 +242,10 @@ def _without_jobs(files: list[Path], named: Path) -> list[Path]:
 
     def is_of_a_job(file: Path) -> bool:
         for folder in file.parents:
-            if folder.name == _JOB_STATE:  # also before the job's first file says that it is one
+            if folder.name == JOB_STATE:  # also before the job's first file says that it is one
                 return True
             if folder not in is_job:
-                is_job[folder] = (folder / _JOB_STATE / "format").is_file()
+                is_job[folder] = (folder / JOB_STATE / "format").is_file()
             if is_job[folder]:
                 return True
             if folder == named:

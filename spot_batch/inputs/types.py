@@ -166,8 +166,25 @@ class Shape:
         if self.kind == "list":
             return pa.list_((self.item or Shape()).to_arrow())
         if self.kind == "struct":
-            return pa.struct([(name, inner.to_arrow()) for name, inner in self.fields.items()])
+            is_message = "role" in self.fields
+            return pa.struct(
+                [
+                    (name, inner.parts() if name == "content" and is_message else inner.to_arrow())
+                    for name, inner in self.fields.items()
+                ]
+            )
         return _ARROW[self.kind]
+
+    def parts(self) -> pa.DataType:
+        """The type of a message's content: a list of parts where some are texts, some such lists.
+
+        A text says the same as one part of that text, so none of them need be an error.
+        """
+        if self.item is not None and {"string", "list"} <= self.counts.keys():
+            of_item = self.item.to_arrow()
+            if _is_part(of_item):
+                return pa.list_(of_item)
+        return self.to_arrow()
 
 
 def as_json(value: Any) -> Any:
@@ -189,12 +206,15 @@ def _converter(kind: pa.DataType, where: str, depth: int) -> Converter:
         of_item = converter(kind.value_type, f"{where}[]", depth=depth + 1)
         return lambda value: [of_item(each) for each in _instance(value, list, where)]
     if types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
         of_field = {
-            kind.field(i).name: converter(
-                kind.field(i).type, f"{where}.{kind.field(i).name}", depth=depth + 1
-            )
-            for i in range(kind.num_fields)
+            field.name: converter(field.type, f"{where}.{field.name}", depth=depth + 1)
+            for field in fields
         }
+        for field in fields:
+            is_parts = pa.types.is_list(field.type) and _is_part(field.type.value_type)
+            if is_parts and field.name == "content" and "role" in of_field:
+                of_field["content"] = _in_parts(of_field["content"])
         if depth == MAX_DEPTH:
             return lambda value: _too_deep(where)
         return lambda value: _struct(value, of_field, where)
@@ -207,6 +227,23 @@ def _converter(kind: pa.DataType, where: str, depth: int) -> Converter:
     if types.is_null(kind):
         return lambda value: _null(value, where)
     return lambda value: _instance(value, str, where)
+
+
+def _is_part(kind: pa.DataType) -> bool:
+    """Whether it is the type of {type, text}, OpenAI's part of a message's content."""
+    if not pa.types.is_struct(kind):
+        return False
+    types = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+    return all(name in types and is_text(types[name]) for name in ("type", "text"))
+
+
+def _in_parts(convert: Converter) -> Converter:
+    def converted(value: Any) -> Any:
+        if isinstance(value, str):
+            value = [{"type": "text", "text": value}]
+        return convert(value)
+
+    return converted
 
 
 def _too_deep(where: str) -> Any:

@@ -115,10 +115,11 @@ class Trajectory:
 class Completion:
     """What the engine makes of a request.
 
-    `token_ids` is trimmed (no stop token). `commit_step[i]` is the forward of draft-free decoding
-    that fixed token i, counted from 0 over the sample. `num_draft_free_forwards` is how many
-    forwards draft-free decoding of this sample takes. `text` is set where a stop string ended the
-    sample: its text up to there. `trajectory` is set where the engine was asked to record.
+    `token_ids` is trimmed (no stop token, and none that a stop string begins in).
+    `commit_step[i]` is the forward of draft-free decoding that fixed token i, counted from 0 over
+    the sample. `num_draft_free_forwards` is how many forwards draft-free decoding of this sample
+    takes. `text` is set where a stop string ended the sample: its text up to there. `trajectory` is
+    set where the engine was asked to record.
     """
 
     sample_id: int

@@ -166,6 +166,23 @@ def test_a_template_is_shown_as_its_first_prompt(tmp_path: Path) -> None:
     assert (wrong.code, "no column 'c' in rows.jsonl" in wrong.wrong) == (2, True)
 
 
+@pytest.mark.parametrize("beside", ["input", "context"])
+def test_a_column_left_out_beside_instruction_is_named_with_what_takes_it(
+    beside: str, tmp_path: Path
+) -> None:
+    row = json.dumps({"instruction": "Add them.", beside: "1 2"}) + "\n"
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(row)
+    done = Done(["validate", "-i", tmp_path / "in"])
+    shown = " ".join(done.shown.split())
+    template = f"{{{{ instruction }}}} {{{{ {beside} }}}}"
+    assert "2 rows of 2 files" in shown
+    assert f"'{beside}' is left out of them; --template '{template}' takes both" in shown
+    done = Done(["validate", "-i", tmp_path / "in", "--template", template])
+    assert "Add them. 1 2" in done.shown
+
+
 def test_a_saved_spec_is_the_same_job(rows: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.yaml"
     out = ["-o", tmp_path / "out", "--dry-run", "--json"]

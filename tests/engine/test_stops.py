@@ -263,6 +263,29 @@ def test_stop_texts_end_drafted_samples_where_they_end_draft_free_ones(
             assert not any(one in completion.text for one in stop)
 
 
+def test_a_token_that_a_stop_text_begins_in_is_in_the_text_alone(target: BlockTarget) -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in tokens)
+
+    def decoded(*stop: str) -> Completion:
+        engine = Engine(target, None, EngineSettings(), decode=decode)
+        asked = SamplingParams(max_new_tokens=24, temperature=1.0, stop=stop)
+        engine.add(Request(sample_id=0, prompt_ids=(1, 2), noise_key=7, params=asked))
+        while engine.has_work:
+            for completion in engine.step():
+                return completion
+        raise AssertionError("no completion")
+
+    free = decoded()
+    cut = free.token_ids[10]
+    num_kept = free.token_ids.index(cut)
+    found = decoded(f"{cut}>")
+    assert found.finish_reason == "stop"
+    assert found.token_ids == free.token_ids[:num_kept]
+    assert found.commit_step == free.commit_step[:num_kept]
+    assert found.text == decode(found.token_ids) + "<"
+
+
 def test_stop_texts_without_a_tokenizer_are_refused(target: BlockTarget) -> None:
     engine = Engine(target, None, EngineSettings())
     asked = SamplingParams(max_new_tokens=4, stop=("x",))

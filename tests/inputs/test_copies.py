@@ -129,6 +129,30 @@ def test_any_file_system_of_fsspec_is_read(tmp_path: Path) -> None:
         pin("simplecache::memory://bucket/a.jsonl", tmp_path / "kept")
 
 
+def test_a_remote_folder_with_more_in_its_folders_or_of_several_splits_is_asked_about(
+    tmp_path: Path,
+) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/asked/in/a.jsonl", TEXT)
+    memory.pipe("/asked/in/_cache/b.jsonl", TEXT)
+    memory.pipe("/asked/in/job/_spot/format", b"1")
+    memory.pipe("/asked/in/job/data/part-0.arrow", b"")
+    assert pin("memory://asked/in", tmp_path / "kept").num_rows == 3
+    memory.pipe("/asked/in/more/deep/c.jsonl", TEXT)
+    with pytest.raises(InputError) as caught:
+        pin("memory://asked/in", tmp_path / "kept")
+    assert str(caught.value) == (
+        "input.source: memory://asked/in holds 1 file to read and its folders more "
+        "(more/deep/c.jsonl); say which: 'memory://asked/in/*' or 'memory://asked/in/more/deep'"
+    )
+    assert pin("memory://asked/in/*", tmp_path / "kept").num_rows == 3
+    for name in ("train", "test"):
+        memory.pipe(f"/asked/splits/{name}-00000.jsonl", TEXT)
+    with pytest.raises(InputError, match="holds several splits of a dataset"):
+        pin("memory://asked/splits", tmp_path / "kept")
+    assert pin("memory://asked/splits/train*", tmp_path / "kept").num_rows == 3
+
+
 def test_a_pattern_matches_all_files_or_none(
     put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spot_batch.inputs.chat import message_of
 from spot_batch.inputs.errors import InputError
 from spot_batch.inputs.pin import pin_input
 from spot_batch.inputs.reader import InputReader
@@ -167,10 +168,21 @@ def test_a_folder_with_more_in_its_folders_asks_which(here: Path) -> None:
     write_jsonl(here / "in" / "a.jsonl", [{"prompt": "a"}])
     write_jsonl(here / "in" / "more" / "b.jsonl", [{"prompt": "b"}])
     message = complaint("in")
-    assert "holds 1 files and its folders 1 more (more/b.jsonl)" in message
-    assert f"'{here}/in/**/*.jsonl'" in message
+    assert "holds 1 file to read and its folders 1 more (more/b.jsonl)" in message
+    assert f"'{here}/in/*.jsonl*' or '{here}/in/**/*.jsonl*'" in message
     assert pin(f"{here}/in/**/*.jsonl").num_rows == 2
     assert pin(f"{here}/in/*.jsonl").num_rows == 1
+
+
+def test_a_folder_of_folders_says_what_to_give(here: Path) -> None:
+    (here / "in" / "data").mkdir(parents=True)
+    (here / "in" / "README.md").write_text("a clone of the hub")
+    write_jsonl(here / "in" / "data" / "b.jsonl", [{"prompt": "b"}])
+    assert complaint("in") == (
+        f"input.source: {here}/in holds no file to read and its folders 1 more (data/b.jsonl); "
+        f"say which: '{here}/in/**/*.jsonl*'"
+    )
+    assert pin(f"{here}/in/**/*.jsonl*").num_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -262,3 +274,31 @@ def test_messages_that_are_stored_as_text_are_asked_about(here: Path) -> None:
     path = write_jsonl(here / "a.jsonl", rows)
     assert "column 'messages' of a.jsonl is text, not a list of role and content" in complaint(path)
     assert pin(path, input__prompt="messages").prompt_kind == "prompt"
+
+
+def test_messages_in_text_and_in_parts_stand_beside_each_other(here: Path) -> None:
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "a"},
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": None},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "d"}]},
+    ]
+    pinned = pin(write_jsonl(here / "a.jsonl", rows))
+    assert (pinned.prompt_kind, pinned.num_faults) == ("messages", 0)
+    one, other = (row["messages"] for row in rows_of(pinned))
+    assert [message["content"] for message in one] == [[{"type": "text", "text": "a"}], parts, None]
+    assert message_of(one[1], "here") == {"role": "user", "content": "bc"}
+    assert message_of(other[0], "here") == {"role": "user", "content": "d"}
+
+
+def test_a_column_of_texts_with_one_list_is_no_column_of_parts(here: Path) -> None:
+    rows = [{"content": "a", "role": "b", "prompt": [{"type": "text", "text": "x"}]}]
+    rows += [{"content": "a", "role": "b", "prompt": text} for text in "yz"]
+    pinned = pin(write_jsonl(here / "a.jsonl", rows))
+    assert [row["prompt"] for row in rows_of(pinned)] == [None, "y", "z"]
+    assert pinned.num_faults == 1
