@@ -23,7 +23,7 @@ from tests.service.test_chaos import Tally, copied, fresh, told, undisturbed
 
 __all__ = ["fresh", "told", "undisturbed"]  # fixtures
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.timeout(900)]
 
 # Not forked: gRPC does not outlive a fork of a process that has used Ray itself, as tests do.
 SPAWN = multiprocessing.get_context("spawn")
