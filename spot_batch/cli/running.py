@@ -19,6 +19,7 @@ from spot_batch.cli.job_screen import (
     show_results,
 )
 from spot_batch.cli.output import check_output, check_planned, check_same, file_format
+from spot_batch.inputs.errors import InputError
 from spot_batch.job.reading import dump_spec, load_spec
 from spot_batch.job.remote import is_url
 from spot_batch.job.spec import JobSpec, SpecError
@@ -58,7 +59,13 @@ def new_job(spec: JobSpec, *, save_spec: Path | None = None) -> JobCommand:
 
     def plan(screen: Screen) -> JobPlan:
         check_usable(directory)
-        planned = plan_job(spec, directory.root, report=LoadLines(screen))
+        try:
+            planned = plan_job(spec, directory.root, report=LoadLines(screen))
+        except InputError as error:
+            if not directory.exists:
+                raise
+            go_on = resume_command(directory.root)
+            raise InputError(f"{error}\n`{go_on}` goes on with the job that is there") from error
         check_planned(directory, planned)
         _show_planned(screen, planned, save_spec)
         return planned

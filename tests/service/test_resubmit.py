@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from spot_batch.cli.running import new_job
 from spot_batch.inputs.errors import InputError
 from spot_batch.job.reading import load_spec
 from spot_batch.jobdir.directory import JobDirectory, SpecConflict
 from spot_batch.service.plan import plan_job, plan_of
 from spot_batch.service.progress import Exit
+from spot_batch.terminal.screen import Screen
 from tests.checkpoints.hub import MAIN, OLD, OPEN, Hub, environment, files_of, serving
 from tests.families import write_checkpoint
 from tests.service.jobs import SPOT_BATCH, begin, data_hash, prompts, small_spec, write_rows
@@ -60,6 +62,16 @@ def test_a_job_needs_its_directory_alone(rows: Path, tmp_path: Path) -> None:
         resumed = plan_of(JobDirectory.open(moved))
         assert [sample.prompt_text for sample in resumed.first(3)] == asked
         rows.unlink(missing_ok=True)
+
+
+def test_the_same_command_without_its_input_names_the_one_that_goes_on(
+    rows: Path, tmp_path: Path
+) -> None:
+    spec = small_spec(rows, {"output.path": str(tmp_path / "out")})
+    begin(tmp_path / "out", spec)
+    rows.unlink()
+    with pytest.raises(InputError, match=r"no such file: .*\n`spot-batch resume .*/out` goes on"):
+        new_job(spec).plan(Screen())
 
 
 def test_the_same_command_goes_on_with_the_rows_that_it_copied(rows: Path, tmp_path: Path) -> None:
