@@ -77,6 +77,13 @@ class Fleet:
     def num_in_flight(self) -> int:
         return sum(member.news.num_in_flight for member in self._members)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether Ray has no live node left, so that no actor can ever start there again."""
+        import ray
+
+        return not any(node["Alive"] for node in ray.nodes())
+
     def start_missing(self) -> None:
         """Start actors up to the number wanted; nobody waits for them."""
         while len(self._members) < self.num_wanted:

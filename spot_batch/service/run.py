@@ -122,6 +122,8 @@ class _Run:
                     crew.exchange(member, self._leases_for(member, crew))
                     self._job.reach("driver.leased")
             self._bury_the_silent(crew)
+            if crew.num_live == 0 and crew.is_lost:
+                self._halt = self._halt or Verdict(Exit.RESUMABLE, "stopped: Ray itself has died")
             self._set_aside_given_up()
             if not self._ledger.is_done:  # the last parts are written without a process more
                 compaction.advance(self._ledger.durable)

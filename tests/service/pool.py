@@ -215,6 +215,10 @@ class PoolCrew:
     def go_on_loading(self, member: Member) -> None:
         raise AssertionError(f"{member} loads in one go")
 
+    @property
+    def is_lost(self) -> bool:
+        return False
+
     def start_missing(self) -> None:
         while len(self._members) < self.num_wanted:
             ours, theirs = FORK.Pipe()

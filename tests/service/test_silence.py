@@ -128,3 +128,22 @@ def test_on_ray_a_stopped_actor_is_replaced_and_costs_no_row(tmp_path: Path) -> 
     assert not is_running(stopped)
     assert run(tmp_path / "whole", small_spec(rows)).exit_code == Exit.COMPLETE
     assert data_hash(out) == data_hash(tmp_path / "whole")
+
+
+def test_a_run_whose_ray_has_died_stops_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node is left: nobody can replace an actor there, however long one waits."""
+    job, _ = begin(tmp_path / "out", small_spec(write_rows(tmp_path, prompts(4))))
+
+    def die(step: str) -> None:
+        if step == "actor.admitted":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.PoolCrew, "is_lost", property(lambda crew: True))
+        assert pool.drive(job.root, num_actors=1, actor=die) == Exit.RESUMABLE
+    heartbeat = read_heartbeat(job)
+    assert heartbeat is not None
+    assert heartbeat.message == "stopped: Ray itself has died"
+    assert pool.drive(job.root) == Exit.COMPLETE

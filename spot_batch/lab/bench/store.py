@@ -130,6 +130,10 @@ class _Bench:
         self._answers: deque[Answer] = deque([info])
         return self
 
+    @property
+    def is_lost(self) -> bool:
+        return False
+
     def start_missing(self) -> None:
         pass
 
