@@ -137,7 +137,8 @@ def test_a_branch_that_moved_on_the_hub_moves_no_job(rows: Path, tmp_path: Path)
         assert json.loads(resumed.stdout)["message"] == "complete already"
         assert hub.downloads == dict.fromkeys(old, 1), "the new commit was asked for"
         named = run("submit", *command, "--set", "model.target.revision=main", "--dry-run")
-        assert named.returncode == Exit.COMPLETE, named.stderr
+        assert named.returncode == Exit.BAD_INPUT, "a dry run refuses what the run would"
+        assert "model.weights: " in named.stderr
         conflict = run("submit", *command, "--set", "model.target.revision=main")
         assert conflict.returncode == Exit.BAD_INPUT
         assert "model.weights: " in conflict.stderr
